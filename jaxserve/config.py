@@ -1,0 +1,128 @@
+"""Engine configuration, and the bucket lists that make every shape static."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_POLICIES = ("fcfs", "priority")
+_DTYPES = ("auto", "float32", "bfloat16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Everything the engine needs besides the model. Raises ValueError naming the field, the value and the range.
+
+    dtype: of weights, activations and KV. "auto" is bfloat16 on a GPU and on CPUs with bfloat16 instructions, else float32.
+    max_model_len: most positions (prompt and output) of a request; None takes the model's own limit, at most 4096.
+    max_num_seqs: most requests running at once, i.e. S.
+    max_num_batched_tokens: token budget of a step (decode rows plus padded prefill tokens); None: 512 on CPU, 8192 on GPU.
+    block_size: positions in a KV page.
+    num_blocks: pages in the pool; None: what max_num_seqs requests of max_model_len can use at most, within
+        kv_cache_memory_fraction of the device's memory (of free host memory on CPU).
+    tensor_parallel_size: devices the model is split over.
+    enable_prefix_caching: reuse pages of a prompt's prefix that are computed already.
+    enable_chunked_prefill: prompts may be computed in several steps beside running requests.
+    long_prefill_token_threshold: most prefill tokens one request gets in a step; 0 = no limit of its own.
+    scheduling_policy: "fcfs", or "priority" (smaller goes first).
+    watermark: share of the pool kept free when new requests are admitted, so that running ones can grow.
+    seed: randomness of requests that give no seed is a function of this and their number in line.
+    keep_boundary_hidden: also keep the hidden state at the end of every page (for proposers that read them).
+    compilation_cache_dir: JAX's persistent compilation cache; None: ~/.cache/jaxserve, "" = off; a directory already
+        set in JAX's own configuration wins.
+    """
+
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int | None = None
+    block_size: int = 16
+    num_blocks: int | None = None
+    kv_cache_memory_fraction: float = 0.5
+    tensor_parallel_size: int = 1
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int = 0
+    scheduling_policy: str = "fcfs"
+    watermark: float = 0.01
+    seed: int = 0
+    keep_boundary_hidden: bool = False
+    compilation_cache_dir: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        _one_of("dtype", self.dtype, _DTYPES)
+        _one_of("scheduling_policy", self.scheduling_policy, _POLICIES)
+        for name in ("max_num_seqs", "block_size", "tensor_parallel_size"):
+            _integer(name, getattr(self, name), 1)
+        for name in ("max_model_len", "max_num_batched_tokens"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), 1)
+        if self.num_blocks is not None:
+            _integer("num_blocks", self.num_blocks, 2)
+        _integer("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
+        _integer("seed", self.seed, -(2**63))
+        for name, low, high in (("kv_cache_memory_fraction", 0.0, 1.0), ("watermark", 0.0, 0.5)):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not low <= value <= high:
+                raise ValueError(f"{name} is {value!r}; it must be a number in [{low}, {high}]")
+
+
+def _one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(choices)}")
+
+
+def _integer(name: str, value: Any, low: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < low:
+        raise ValueError(f"{name} is {value!r}; it must be an integer >= {low}")
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """The static shapes of an engine: what warm-up compiles is exactly what can be asked for.
+
+    slots: leading slots a decode runs over. pages: context, in pages, that a decode's attention runs over.
+    prefill_tiles, prefill_pages: the same of a prefill of tiles of `tile` tokens.
+    history: lengths a slot's history is uploaded in. table_rows: block-table rows changed at once.
+    """
+
+    slots: tuple[int, ...]
+    pages: tuple[int, ...]
+    prefill_tiles: tuple[int, ...]
+    prefill_pages: tuple[int, ...]
+    history: tuple[int, ...]
+    table_rows: tuple[int, ...]
+    tile: int
+
+
+def make_buckets(max_num_seqs: int, max_model_len: int, max_num_batched_tokens: int, block_size: int, tile: int) -> Buckets:
+    """Small lists: a factor of two between neighbours where a too large bucket costs time, four where it does not."""
+    pages = -(-max_model_len // block_size)
+    context = max(1, 64 // block_size)
+    return Buckets(
+        slots=_ladder(1, max_num_seqs, 2, skip=(2,)),
+        pages=_ladder(context, pages, 2),
+        prefill_tiles=_ladder(1, max(1, max_num_batched_tokens // tile), 2),
+        prefill_pages=_ladder(max(1, 128 // block_size), pages, 4),
+        history=_ladder(64, max_model_len, 4),
+        table_rows=_ladder(8, max_num_seqs, 4),
+        tile=tile,
+    )
+
+
+def _ladder(first: int, last: int, factor: int, skip: tuple[int, ...] = ()) -> tuple[int, ...]:
+    steps = []
+    while first < last:
+        if first not in skip:
+            steps.append(first)
+        first *= factor
+    return (*steps, last)
+
+
+def bucket(buckets: tuple[int, ...], size: int) -> int:
+    """The smallest bucket that holds `size`."""
+    for b in buckets:
+        if size <= b:
+            return b
+    raise ValueError(f"{size} exceeds the largest bucket {buckets[-1]}")

@@ -1,0 +1,251 @@
+"""The offline interface: a list of prompts in, a list of outputs out."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine import EngineCore
+from jaxserve.outputs import RequestOutput
+from jaxserve.sampling_params import RequestOutputKind, SamplingParams
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+Message = Mapping[str, Any]  # {"role": ..., "content": ...}
+
+
+class LLM:
+    """A model, ready to generate.
+
+        llm = LLM("path/to/model")
+        for output in llm.generate(["Hello", "The capital of France is"], SamplingParams(max_tokens=32)):
+            print(output.outputs[0].text)
+
+    model: a directory in Hugging Face layout, a .gguf file, or a model object. tokenizer: a path or an object; None
+    is the model's own. The other arguments are those of EngineConfig. Not thread-safe; AsyncEngine serves many
+    callers at once.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        *,
+        dtype: str = "auto",
+        max_model_len: int | None = None,
+        max_num_seqs: int = 32,
+        max_num_batched_tokens: int | None = None,
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        kv_cache_memory_fraction: float = 0.5,
+        tensor_parallel_size: int = 1,
+        enable_prefix_caching: bool = True,
+        enable_chunked_prefill: bool = True,
+        long_prefill_token_threshold: int = 0,
+        scheduling_policy: str = "fcfs",
+        watermark: float = 0.01,
+        seed: int = 0,
+        keep_boundary_hidden: bool = False,
+        compilation_cache_dir: str | Path | None = None,
+    ) -> None:
+        config = EngineConfig(
+            dtype=dtype,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            kv_cache_memory_fraction=kv_cache_memory_fraction,
+            tensor_parallel_size=tensor_parallel_size,
+            enable_prefix_caching=enable_prefix_caching,
+            enable_chunked_prefill=enable_chunked_prefill,
+            long_prefill_token_threshold=long_prefill_token_threshold,
+            scheduling_policy=scheduling_policy,
+            watermark=watermark,
+            seed=seed,
+            keep_boundary_hidden=keep_boundary_hidden,
+            compilation_cache_dir=compilation_cache_dir,
+        )
+        self.engine = EngineCore.from_model(model, tokenizer, config)
+        self._ids = itertools.count()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: int | Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Outputs in the order of the prompts.
+
+        prompts: a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}, the two latter with an
+        optional "cache_salt"; or a list of these. sampling_params, priority: one for all or one for each prompt.
+        Raises ValueError before anything runs when a prompt or its parameters cannot be served. An interrupt aborts
+        what is outstanding.
+        """
+        parsed = [parse_prompt(prompt) for prompt in _as_list(prompts)]
+        default = SamplingParams() if sampling_params is None else sampling_params
+        params = _one_each("sampling_params", default, SamplingParams, len(parsed))
+        priorities = _one_each("priority", 0 if priority is None else priority, int, len(parsed))
+        params = [dataclasses.replace(p, output_kind=RequestOutputKind.FINAL_ONLY) for p in params]
+        checked = [self.engine.validate(prompt, p) for (prompt, _), p in zip(parsed, params, strict=True)]
+        ids = [str(next(self._ids)) for _ in parsed]
+        try:
+            for name, (_, tokens), (_, salt), p, rank in zip(ids, checked, parsed, params, priorities, strict=True):
+                self.engine.add_request(name, tokens, p, priority=rank, cache_salt=salt)
+            outputs = self._run(ids, use_tqdm)
+        except BaseException:
+            self.engine.abort(ids)
+            raise
+        for output, (text, _) in zip(outputs, checked, strict=True):
+            output.prompt = text
+        return outputs
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        use_tqdm: bool = True,
+        priority: int | Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """The model's answers to one conversation or a list of them.
+
+        messages: [{"role": "user", "content": "..."}, ...]. chat_template: instead of the tokenizer's own.
+        Raises ValueError as generate does, and when there is no template or it refuses the messages.
+        """
+        conversations = messages if messages and not isinstance(messages[0], Mapping) else [messages]
+        tokenizer = self.get_tokenizer()
+        texts = [
+            render_chat(
+                tokenizer,
+                conversation,  # type: ignore[arg-type]
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                chat_template=chat_template,
+                **(chat_template_kwargs or {}),
+            )
+            for conversation in conversations
+        ]
+        # The template has written the special tokens already: encoding must not add them again.
+        prompts = [{"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)} for text in texts]
+        outputs = self.generate(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority)
+        for output, text in zip(outputs, texts, strict=True):
+            output.prompt = text
+        return outputs
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer; None for a model without one."""
+        return self.engine.tokenizer
+
+    def warmup(self, progress: bool = True) -> None:
+        """Compiles everything a request can need. Without it the first requests wait for their compilations."""
+        self.engine.warmup(progress)
+
+    def stats(self) -> Any:
+        return self.engine.stats()
+
+    def shutdown(self) -> None:
+        """Frees the device's memory. The object is of no use afterwards."""
+        self.engine.shutdown()
+
+    def _run(self, ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
+        waiting, done = set(ids), dict[str, RequestOutput]()
+        num_tokens, start = 0, time.perf_counter()
+        with tqdm(total=len(ids), desc="Prompts", unit="prompt", disable=not use_tqdm) as bar:
+            while self.engine.has_unfinished():
+                for output in self.engine.step():
+                    if output.request_id not in waiting:  # the end of one that an interrupt aborted earlier
+                        continue
+                    done[output.request_id] = output
+                    num_tokens += sum(len(o.token_ids) for o in output.outputs)
+                    bar.set_postfix_str(f"{num_tokens / (time.perf_counter() - start):.1f} tokens/s", refresh=False)
+                    bar.update()
+        return [done[request_id] for request_id in ids]
+
+
+def parse_prompt(prompt: Prompt) -> tuple[str | list[int], str | None]:
+    """The text or token ids of a prompt in any of its forms, and its cache salt. Raises ValueError for other forms."""
+    if isinstance(prompt, str):
+        return prompt, None
+    if isinstance(prompt, Mapping):
+        keys = set(prompt) - {"cache_salt"}
+        if keys == {"prompt"} and isinstance(prompt["prompt"], str):
+            return prompt["prompt"], prompt.get("cache_salt")
+        if keys == {"prompt_token_ids"} and isinstance(prompt["prompt_token_ids"], Sequence):
+            return list(prompt["prompt_token_ids"]), prompt.get("cache_salt")
+        raise ValueError(
+            f"a prompt given as a dict must have either 'prompt' (a text) or 'prompt_token_ids' (a list), and may have "
+            f"'cache_salt'; got the keys {sorted(prompt)}"
+        )
+    if isinstance(prompt, Sequence) and all(isinstance(token, int) for token in prompt):
+        return list(prompt), None
+    raise ValueError(
+        f"a prompt must be a text, a list of token ids or a dict; got {type(prompt).__name__} {prompt!r:.80}"
+    )
+
+
+def render_chat(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    *,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    chat_template: str | None = None,
+    **kwargs: Any,
+) -> str:
+    """The text of a conversation by the tokenizer's chat template, or by `chat_template`. kwargs go to the template."""
+    if tokenizer is None:
+        raise ValueError("chat needs a tokenizer, and this engine has none")
+    if chat_template is None and getattr(tokenizer, "chat_template", None) is None:
+        raise ValueError("the tokenizer has no chat template: give chat_template, or use generate")
+    if not messages:
+        raise ValueError("messages is empty: a conversation needs at least one message")
+    for message in messages:
+        if not isinstance(message, Mapping) or "role" not in message:
+            raise ValueError(f"a message must be a dict with 'role' and 'content'; got {message!r:.80}")
+    from jinja2 import TemplateError
+
+    try:
+        return tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt and not continue_final_message,
+            continue_final_message=continue_final_message,
+            chat_template=chat_template,
+            **kwargs,
+        )
+    except TemplateError as error:
+        raise ValueError(f"the chat template refuses the messages: {error}") from error
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt in any of its forms becomes a list of one."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise ValueError(f"prompts must be a prompt or a list of prompts; got {type(prompts).__name__}")
+    if prompts and all(isinstance(token, int) for token in prompts):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _one_each(name: str, values: Any, kind: type, count: int) -> list[Any]:
+    if isinstance(values, kind):
+        return [values] * count
+    if not isinstance(values, Sequence) or not all(isinstance(value, kind) for value in values):
+        raise ValueError(f"{name} must be a {kind.__name__} or a list of them; got {values!r:.80}")
+    if len(values) != count:
+        raise ValueError(f"{name} has {len(values)} entries for {count} prompts: give one for all, or one for each")
+    return list(values)

@@ -1,0 +1,69 @@
+"""What a request returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Logprob:
+    """Of one token. rank: 1 + number of tokens strictly more probable; None where it was not asked for."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Wall-clock times (time.time()) in the life of a request; None until it happened."""
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    num_preemptions: int = 0
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One generated sequence, or under DELTA what is new of it.
+
+    text, token_ids, logprobs: the token that ended the sequence is part of token_ids, but not of text.
+    cumulative_logprob: sum over the whole sequence so far (also under DELTA); None without logprobs.
+    logprobs: for every token id in token_ids a dict from token id to its Logprob; None without logprobs.
+    finish_reason: "stop", "length", "abort", "error"; None while running.
+    stop_reason: the stop string or the id of stop_token_ids that ended it; None for end of sequence and other ends.
+    error: why it failed, with finish_reason "error".
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """The state of a request: all of its n sequences in order of index, or under DELTA those that changed.
+
+    prompt: the text, None when the request came as token ids.
+    finished: whether all n sequences are. No further output follows.
+    num_cached_tokens: prompt tokens whose KV came from the prefix cache.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int = 0
+    metrics: RequestMetrics | None = None

@@ -1,0 +1,242 @@
+"""Keeps the batch on the device in step with the scheduler, and starts the programs. Never waits for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxserve import batch, step
+from jaxserve.batch import MAX_STOP_IDS, BatchState, SlotRow
+from jaxserve.config import Buckets, bucket
+from jaxserve.kv_manager import KVCacheManager
+from jaxserve.programs import Program, Programs
+from jaxserve.request import Request, RequestStatus
+from jaxserve.scheduler import PrefillChunk, SchedulerOutput
+from jaxserve.step import Cache, PrefillPlan, StepOutput
+from models.base import Model
+
+
+@dataclass
+class InFlight:
+    """A dispatched step: who sits in which row, and the device values that will say what they got."""
+
+    scheduled: SchedulerOutput
+    rows: list[tuple[int, Request]]
+    output: StepOutput | None
+
+
+@dataclass
+class Collected:
+    """A step's results on the host, by request id."""
+
+    tokens: dict[str, list[int]]
+    logprobs: dict[str, list[float]]
+    errors: dict[str, str]
+
+
+class Runner:
+    """Owns the device values: parameters, page pool, batch. Slot i belongs to `slots[i]`; slots are dense."""
+
+    def __init__(
+        self,
+        model: Model,
+        mesh: Mesh | None,
+        buckets: Buckets,
+        kv_manager: KVCacheManager,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_model_len: int,
+        max_num_seqs: int,
+        vocab_limit: int,
+        keep_boundary_hidden: bool,
+        params: Any = None,
+    ) -> None:
+        self._model, self._mesh, self._buckets, self._kv_manager = model, mesh, buckets, kv_manager
+        self._block_size, self._vocab_limit = block_size, vocab_limit
+        self._whole = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+        self.params = model.load_params(mesh) if params is None else params
+        self._batch: BatchState = self._place(batch.empty_batch(max_num_seqs, max_model_len, buckets.pages[-1], 0))
+        kv = model.init_kv(num_blocks, block_size, mesh)
+        boundary = self._make_boundary(kv, num_blocks) if keep_boundary_hidden else None
+        self._cache = Cache(kv=kv, boundary=boundary, block_size=block_size)
+        self.slots: list[Request] = []
+        self._abstract = jax.tree.map(_abstract, (self.params, self._cache, self._batch))
+        self.programs = Programs(self._program)
+
+    # ---- one step ----
+
+    def dispatch(self, scheduled: SchedulerOutput) -> InFlight | None:
+        """Start what was scheduled; None when that is nothing."""
+        self._release_slots()
+        for request in scheduled.admitted:
+            self._fill_slot(request)
+        if scheduled.block_table_changes:
+            self._send_block_tables(scheduled.block_table_changes)
+        if scheduled.prefill:
+            self._prefill(scheduled.prefill)
+        rows = [(r.slot, r) for r in scheduled.decode if r.slot is not None]
+        if not rows:
+            return InFlight(scheduled, rows, None) if scheduled.prefill else None
+        output = self._decode(rows)
+        for array in jax.tree.leaves(output):
+            array.copy_to_host_async()
+        return InFlight(scheduled, rows, output)
+
+    @staticmethod
+    def collect(flight: InFlight) -> Collected:
+        """Wait for a dispatched step and read it."""
+        collected = Collected({}, {}, {})
+        if flight.output is None:
+            return collected
+        tokens, logprobs = np.asarray(flight.output.tokens).tolist(), np.asarray(flight.output.logprobs).tolist()
+        finite = np.asarray(flight.output.finite).tolist()
+        for row, request in flight.rows:
+            emitted = [t for t in tokens[row] if t >= 0]
+            collected.tokens[request.request_id] = emitted
+            collected.logprobs[request.request_id] = logprobs[row][: len(emitted)]
+            if not finite[row]:
+                collected.errors[request.request_id] = "the model's logits were NaN or left no token possible"
+        return collected
+
+    # ---- slots ----
+
+    def _release_slots(self) -> None:
+        """Close the gaps left by requests that no longer run; the last slot moves into a gap."""
+        for i in reversed(range(len(self.slots))):
+            if self.slots[i].status is RequestStatus.RUNNING:
+                continue
+            self.slots[i].slot = None
+            last = self.slots.pop()
+            if i < len(self.slots):
+                self._batch = self.programs["move",](self._batch, np.int32(len(self.slots)), np.int32(i))
+                self.slots[i], last.slot = last, i
+
+    def _fill_slot(self, request: Request) -> None:
+        request.slot = len(self.slots)
+        self.slots.append(request)
+        width = bucket(self._buckets.history, request.num_tokens)
+        tokens = np.zeros(width, np.int32)
+        tokens[: request.num_tokens] = request.token_ids
+        self._batch = self.programs["fill", width](self._batch, np.int32(request.slot), tokens, slot_row(request))
+
+    def _send_block_tables(self, requests: list[Request]) -> None:
+        width, slots = self._buckets.pages[-1], len(self._batch.active)
+        size = bucket(self._buckets.table_rows, len(requests))
+        index = np.full(size, slots, np.int32)  # past the end: dropped
+        tables = np.zeros((size, width), np.int32)
+        for i, request in enumerate(requests):
+            if request.slot is not None:
+                blocks = self._kv_manager.block_ids(request)
+                index[i] = request.slot
+                tables[i, : len(blocks)] = blocks
+        self._batch = self.programs["tables", size](self._batch, index, tables)
+
+    # ---- the two programs ----
+
+    def _prefill(self, chunks: list[PrefillChunk]) -> None:
+        tile = self._buckets.tile
+        tiles = [
+            (chunk.request.slot, start, min(tile, chunk.start + chunk.count - start))
+            for chunk in chunks
+            for start in range(chunk.start, chunk.start + chunk.count, tile)
+        ]
+        end = max(chunk.start + chunk.count for chunk in chunks)
+        pages = bucket(self._buckets.prefill_pages, -(-end // self._block_size))
+        plan = np.zeros((3, bucket(self._buckets.prefill_tiles, len(tiles))), np.int32)
+        plan[:, : len(tiles)] = np.array(tiles, np.int32).T
+        self._cache = self.programs["prefill", plan.shape[1], pages](
+            self.params, self._cache, self._batch, PrefillPlan(*plan)
+        )
+
+    def _decode(self, rows: list[tuple[int, Request]]) -> StepOutput:
+        run = np.zeros(bucket(self._buckets.slots, len(self.slots)), bool)
+        run[[row for row, _ in rows]] = True
+        longest = max(r.num_tokens + r.num_in_flight for _, r in rows)  # this step's own positions are in flight already
+        pages = bucket(self._buckets.pages, -(-(longest - 1) // self._block_size))
+        self._cache, self._batch, output = self.programs["decode", len(run), pages](
+            self.params, self._cache, self._batch, run
+        )
+        return output
+
+    # ---- programs ----
+
+    def warmup(self, progress: bool = True) -> None:
+        """Compile every program that any traffic can ask for."""
+        self.programs.warmup(self._keys(), progress)
+
+    def _keys(self) -> Iterator[Hashable]:
+        b = self._buckets
+        yield ("move",)
+        yield from (("fill", n) for n in b.history)
+        yield from (("tables", n) for n in b.table_rows)
+        yield from (("decode", s, p) for s in b.slots for p in b.pages)
+        yield from (("prefill", n, p) for n in b.prefill_tiles for p in b.prefill_pages)
+
+    def _program(self, key: Any) -> Program:
+        params, cache, state = self._abstract
+        name, *sizes = key
+        scalar = _struct((), jnp.int32)
+        if name == "move":
+            return Program(key, jax.jit(batch.move_slot, donate_argnums=0), (state, scalar, scalar))
+        if name == "fill":
+            args = (state, scalar, _struct((sizes[0],), jnp.int32), _abstract_row())
+            return Program(key, jax.jit(batch.fill_slot, donate_argnums=0), args)
+        if name == "tables":
+            args = (state, _struct((sizes[0],), jnp.int32), _struct((sizes[0], self._buckets.pages[-1]), jnp.int32))
+            return Program(key, jax.jit(batch.set_block_tables, donate_argnums=0), args)
+        if name == "prefill":
+            run = partial(step.prefill, self._model, self._mesh, self._buckets.tile, sizes[1])
+            plan = PrefillPlan(*(_struct((sizes[0],), jnp.int32) for _ in range(3)))
+            return Program(key, jax.jit(run, donate_argnums=1), (params, cache, state, plan))
+        run = partial(step.decode, self._model, self._mesh, self._vocab_limit, sizes[1])
+        return Program(key, jax.jit(run, donate_argnums=(1, 2)), (params, cache, state, _struct((sizes[0],), jnp.bool_)))
+
+    def _place(self, tree: Any) -> Any:
+        return tree if self._whole is None else jax.device_put(tree, self._whole)
+
+    def _make_boundary(self, kv: Any, num_blocks: int) -> jax.Array:
+        inputs = step.ForwardInputs(*(_struct(s, jnp.int32) for s in ((1, 1), (1, 1), (1, 1))))
+        hidden, _ = jax.eval_shape(lambda p, c, x: self._model.forward(p, c, x, self._mesh), self.params, kv, inputs)
+        return self._place(jnp.zeros((num_blocks, hidden.shape[-1]), hidden.dtype))
+
+
+def slot_row(request: Request) -> SlotRow:
+    """A request's parameters as device values (NumPy scalars: nothing is compiled to make them)."""
+    p = request.sampling_params
+    stops = () if p.ignore_eos else tuple(sorted(request.eos_token_ids))
+    stops = (*stops, *(p.stop_token_ids or ()))[:MAX_STOP_IDS]
+    seed = request.seed & (2**64 - 1)
+    return SlotRow(
+        num_tokens=np.int32(request.num_tokens),
+        prompt_len=np.int32(len(request.prompt_token_ids)),
+        max_tokens_total=np.int32(request.max_total_tokens),
+        stop_ids=np.array([*stops, *[-1] * (MAX_STOP_IDS - len(stops))], np.int32),
+        seed=np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32),
+        temperature=np.float32(p.temperature),
+        top_p=np.float32(p.top_p),
+        min_p=np.float32(p.min_p),
+        top_k=np.int32(max(p.top_k, 0)),
+        want_logprob=np.bool_(p.logprobs is not None),
+    )  # type: ignore[arg-type]
+
+
+def _abstract_row() -> SlotRow:
+    row = jax.eval_shape(lambda: batch.empty_batch(1, 1, 1, 0).rows)
+    return jax.tree.map(lambda x: _struct(x.shape[1:], x.dtype), row)
+
+
+def _struct(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
+    sharding = x.sharding if isinstance(x.sharding, NamedSharding) else None
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)

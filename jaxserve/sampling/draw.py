@@ -1,0 +1,99 @@
+"""Drawing one token from a row of weights.
+
+An inverse CDF over vocabulary order, in two levels: first a tile by the sums of tiles, then the position inside it. A
+handful of random words serves a row instead of one for every entry of the vocabulary, and the weights are read once. The
+running sums are fixed-point numbers of 44 bits, exact where float32 has 24, so a token of probability 1e-9 keeps its rate
+wherever it lies in the vocabulary. The draw is a function of the weights, the seed and the position alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+_MAX_TILE = 256
+_LIMB = 22  # bits; two limbs to a number. Sums of up to 1024 limbs fit in 32 bits.
+_MAX_ENTRIES = 1 << (32 - _LIMB)
+MAX_VOCAB = _MAX_ENTRIES * _MAX_TILE
+_WORDS = 4  # random words that one pick takes
+
+Weight = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def random_words(seed: jax.Array, position: jax.Array, stream: int) -> jax.Array:
+    """[R, 8] uint32, a pure function of (seed, position, stream): seed [R, 2] uint32, position [R] int32.
+
+    Threefry-2x32 (Salmon et al. 2011), through jax.random.
+    """
+
+    def row(seed: jax.Array, position: jax.Array) -> jax.Array:
+        key = jax.random.wrap_key_data(seed, impl="threefry2x32")
+        key = jax.random.fold_in(jax.random.fold_in(key, position), stream)
+        return jax.random.bits(key, (2 * _WORDS,), jnp.uint32)
+
+    return jax.vmap(row)(seed, position)
+
+
+def tile_width(vocab: int) -> int:
+    """Entries in a tile: the largest power of two up to 256 that divides `vocab`, so that tiles are a view of the row;
+    256, and a padded row, where that would leave more tiles than can be summed exactly."""
+    width = min(_MAX_TILE, vocab & -vocab)
+    return width if vocab <= _MAX_ENTRIES * width else _MAX_TILE
+
+
+def draw(values: jax.Array, weight: Weight, words: jax.Array) -> jax.Array:
+    """One id a row, with probability proportional to its weight.
+
+    values: [R, V] float32, what weights are made of; V at most 262144.
+    weight: (values [R, n, w], ids [n, w] or [R, 1, w]) -> weights >= 0 of the values' shape; called for the whole row,
+            where it is fused into the sums, and again for the one tile that the row ends in.
+    words:  [R, 8] uint32 from `random_words`.
+    Returns [R] int32; never an id of weight 0 unless the whole row is.
+    """
+    vocab = values.shape[1]
+    width = tile_width(vocab)
+    count = -(-vocab // width)
+    if count * width != vocab:
+        values = jnp.pad(values, ((0, 0), (0, count * width - vocab)), constant_values=-jnp.inf)
+    tiles = values.reshape(-1, count, width)
+    sums = weight(tiles, jnp.arange(count * width, dtype=jnp.int32).reshape(count, width)).sum(-1)  # [R, n]
+    tile = _pick(sums, words[:, :_WORDS])[:, None]
+    chosen = jnp.take_along_axis(tiles, tile[:, :, None], axis=1)  # [R, 1, w]
+    ids = tile * width + jnp.arange(width, dtype=jnp.int32)
+    inside = _pick(weight(chosen, ids[:, None])[:, 0], words[:, _WORDS:])
+    return tile[:, 0] * width + inside
+
+
+def _pick(weights: jax.Array, words: jax.Array) -> jax.Array:
+    """An index with probability proportional to weights [R, n], n <= 1024, by four random words a row."""
+    # Dividing by a little more than the total keeps the sum of the rounded shares below 1. What then lies between that
+    # sum and 1, about a millionth, belongs to nobody: a number from there is replaced by a second one.
+    total = jnp.sum(weights, axis=1, keepdims=True) * (1 + 2.0**-20)
+    high, low = _running_sums(weights / jnp.where(total > 0, total, 1.0))
+    first, second = _fixed_point(words[:, :2]), _fixed_point(words[:, 2:])
+    outside = ~_below(first, (high[:, -1], low[:, -1]))
+    target = tuple(jnp.where(outside, b, a)[:, None] for a, b in zip(first, second, strict=True))
+    index = jnp.sum(~_below(target, (high, low)), axis=1)  # running sums grow: as many lie at or below the target
+    last = jnp.max(jnp.where(weights > 0, jnp.arange(weights.shape[1]), 0), axis=1)
+    return jnp.minimum(index, last).astype(jnp.int32)
+
+
+def _running_sums(shares: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Exact prefix sums of shares [R, n] in [0, 1), as two limbs of uint32."""
+    scaled = shares * 2.0**_LIMB  # scaling, floor and difference are exact
+    whole = jnp.floor(scaled)
+    low = jnp.floor((scaled - whole) * 2.0**_LIMB).astype(jnp.uint32)
+    high = jnp.cumsum(whole.astype(jnp.uint32), axis=1)
+    low = jnp.cumsum(low, axis=1)
+    return high + (low >> _LIMB), low & ((1 << _LIMB) - 1)
+
+
+def _fixed_point(words: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """[R, 2] random words -> a number in [0, 1) as two limbs."""
+    return words[:, 0] >> (32 - _LIMB), words[:, 1] >> (32 - _LIMB)
+
+
+def _below(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> jax.Array:
+    return (a[0] < b[0]) | ((a[0] == b[0]) & (a[1] < b[1]))
