@@ -22,7 +22,16 @@ _EXPORTS = {
     "RequestOutputKind": "jaxserve.sampling_params",
     "SamplingParams": "jaxserve.sampling_params",
 }
-__all__ = sorted(_EXPORTS)
+__all__ = [
+    "LLM",
+    "AsyncEngine",
+    "CompletionOutput",
+    "EngineConfig",
+    "EngineCore",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+]
 
 
 def _check_models_package() -> None:

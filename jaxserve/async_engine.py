@@ -6,6 +6,7 @@ import asyncio
 import atexit
 import queue
 import threading
+import time
 import uuid
 from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
@@ -100,10 +101,20 @@ class AsyncEngine:
         Raises ValueError when the request cannot be served, EngineDeadError when the engine ends.
         """
         params = SamplingParams() if sampling_params is None else sampling_params
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"sampling_params is a {type(params).__name__}; it must be a SamplingParams")
         text_or_ids, salt = parse_prompt(prompt)
         name = uuid.uuid4().hex if request_id is None else request_id
         stream = _Stream(asyncio.get_running_loop(), params.output_kind)
-        add = partial(self._core.add_request, name, text_or_ids, params, priority=priority, cache_salt=salt)
+        add = partial(
+            self._core.add_request,
+            name,
+            text_or_ids,
+            params,
+            priority=priority,
+            cache_salt=salt,
+            arrival_time=time.time(),
+        )
         try:
             await asyncio.wrap_future(self._post(partial(self._add, name, stream, add)))
             finished = False
@@ -135,7 +146,8 @@ class AsyncEngine:
         return self._death is None
 
     def shutdown(self) -> None:
-        """Aborts what is outstanding and ends the thread. May be called from any thread, and more than once."""
+        """Aborts what is outstanding and ends the thread. May be called from any thread, and more than once; without it
+        the engine lives until the process exits."""
         with self._lock:
             if self._death is None:
                 self._commands.put((Future(), self._stop))
@@ -154,9 +166,9 @@ class AsyncEngine:
         self._core = core
         self._streams: dict[str, _Stream] = {}  # of the engine's thread alone
         self._commands: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # no command is posted once _death is set
+        self._lock = threading.RLock()  # no command is posted once _death is set
         self._death: EngineDeadError | None = None
-        self._stopping = False
+        self._stopping = self._in_step = False
         self._aborted: set[str] = set()  # since the last step, which will bring their last outputs
         self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
         self._thread.start()
@@ -198,15 +210,20 @@ class AsyncEngine:
                 continue
             try:
                 future.set_result(command())
-            except Exception as error:
+            except BaseException as error:
                 future.set_exception(error)
+                if self._in_step:
+                    raise
 
     def _stop(self) -> None:
         self._stopping = True
 
     def _step(self) -> None:
         self._aborted.clear()
-        self._deliver(self._core.step())
+        self._in_step = True  # stays so when it fails: the core is not to be used again
+        outputs = self._core.step()
+        self._in_step = False
+        self._deliver(outputs)
 
     def _add(self, request_id: str, stream: _Stream, add: Callable[[], None]) -> None:
         if request_id in self._aborted:  # or the new request would be given the end of the old one

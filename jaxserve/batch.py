@@ -9,9 +9,13 @@ Axes: S slots, K drafts a slot, L history, P pages a slot, E stop ids.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 from flax import struct
+
+from models.base import Array
 
 MAX_STOP_IDS = 16  # what the device checks; the host checks all of them, a step later
 
@@ -20,31 +24,27 @@ MAX_STOP_IDS = 16  # what the device checks; the host checks all of them, a step
 class SlotRow:
     """What the host knows of one request when it takes a slot. Scalars but for stop_ids."""
 
-    num_tokens: jax.Array  # int32, tokens known: prompt and, after a preemption, earlier output
-    prompt_len: jax.Array  # int32
-    max_tokens_total: jax.Array  # int32, the request ends when it holds this many
-    stop_ids: jax.Array  # [E] int32, -1 = none
-    seed: jax.Array  # [2] uint32
-    temperature: jax.Array  # float32, 0 = greedy
-    top_p: jax.Array  # float32, 1 = off
-    min_p: jax.Array  # float32, 0 = off
-    top_k: jax.Array  # int32, 0 = off
-    want_logprob: jax.Array  # bool
+    num_tokens: Array  # int32, tokens known: prompt and, after a preemption, earlier output
+    prompt_len: Array  # int32
+    max_tokens_total: Array  # int32, the request ends when it holds this many
+    stop_ids: Array  # [E] int32, -1 = none
+    seed: Array  # [2] uint32
+    temperature: Array  # float32, 0 = greedy
+    top_p: Array  # float32, 1 = off
+    min_p: Array  # float32, 0 = off
+    top_k: Array  # int32, 0 = off
+    want_logprob: Array  # bool
 
 
 @struct.dataclass
 class BatchState:
     """All slots. Every field of `rows` carries a leading S axis here."""
 
-    tokens: jax.Array  # [S, L] int32, prompt and output
-    active: jax.Array  # [S] bool, running and not yet stopped
-    block_tables: jax.Array  # [S, P] int32
-    drafts: jax.Array  # [S, K] int32, -1 = none
+    tokens: Array  # [S, L] int32, prompt and output
+    active: Array  # [S] bool, running and not yet stopped
+    block_tables: Array  # [S, P] int32
+    drafts: Array  # [S, K] int32, -1 = none
     rows: SlotRow
-
-    @property
-    def num_slots(self) -> int:
-        return self.tokens.shape[0]
 
 
 def empty_batch(num_slots: int, history: int, pages: int, drafts: int) -> BatchState:
@@ -76,7 +76,8 @@ def empty_batch(num_slots: int, history: int, pages: int, drafts: int) -> BatchS
 
 def fill_slot(state: BatchState, slot: jax.Array, tokens: jax.Array, row: SlotRow) -> BatchState:
     """Give `slot` to a request. tokens: [l] int32, its history padded to a length bucket l <= L."""
-    return state.replace(
+    return replace(
+        state,
         tokens=jax.lax.dynamic_update_slice(state.tokens, tokens[None], (slot, 0)),
         active=state.active.at[slot].set(True),
         drafts=state.drafts.at[slot].set(-1),
@@ -91,4 +92,4 @@ def move_slot(state: BatchState, source: jax.Array, target: jax.Array) -> BatchS
 
 def set_block_tables(state: BatchState, slots: jax.Array, tables: jax.Array) -> BatchState:
     """Replace whole rows. slots: [M] int32, past the end = nothing; tables: [M, P]."""
-    return state.replace(block_tables=state.block_tables.at[slots].set(tables, mode="drop"))
+    return replace(state, block_tables=state.block_tables.at[slots].set(tables, mode="drop"))

@@ -7,9 +7,9 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from jaxserve.sampling_params import RequestOutputKind, SamplingParams
 
@@ -49,6 +49,13 @@ is not a terminal.
 """
 
 
+class _Parser(argparse.ArgumentParser):
+    """Answers mistakes in one line, without repeating the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (try {self.prog} --help)\n")
+
+
 class _Failure(Exception):
     """A mistake of the user's: one line on stderr."""
 
@@ -75,7 +82,7 @@ def _fail(error: BaseException) -> int:
 
 
 def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    return " ".join(str(error).split())[:600] or type(error).__name__  # the runtime's own messages run to pages
 
 
 def _generate(args: argparse.Namespace) -> None:
@@ -132,10 +139,11 @@ class _Conversation:
         """Prints the answer as it comes. The question is forgotten when it cannot be answered."""
         from jaxserve.llm import render_chat
 
+        tokenizer: Any = self._core.tokenizer
         messages = [*self._messages, {"role": "user", "content": question}]
-        text = render_chat(self._core.tokenizer, messages)
+        text = render_chat(tokenizer, messages)
         # The template has written the special tokens already: encoding must not add them again.
-        prompt = self._core.tokenizer.encode(text, add_special_tokens=False)
+        prompt = tokenizer.encode(text, add_special_tokens=False)
         self._turn += 1
         answer = _answer(self._core, str(self._turn), prompt, self._params)
         self._messages = [*messages, {"role": "assistant", "content": answer}]
@@ -161,25 +169,26 @@ def _answer(core: EngineCore, request_id: str, prompt: str | list[int], params: 
 
 def _stream(
     core: EngineCore, request_id: str, prompt: str | list[int], params: SamplingParams, meter: _Meter
-) -> Iterator[str]:
+) -> Generator[str, None, None]:
+    from jaxserve.llm import deferred_interrupt
+
     core.add_request(request_id, prompt, params)
     try:
-        while core.has_unfinished():
-            for output in core.step():
-                if output.request_id != request_id:
-                    continue
-                completion = output.outputs[0]
-                meter.count(len(completion.token_ids))
-                if completion.text:
+        with deferred_interrupt() as raise_if_interrupted:
+            while core.has_unfinished():
+                outputs = [output for output in core.step() if output.request_id == request_id]
+                for completion in (c for output in outputs for c in output.outputs):
+                    meter.count(len(completion.token_ids))
                     yield completion.text
-                if completion.error is not None:
-                    raise _Failure(completion.error)
+                    if completion.error is not None:
+                        raise _Failure(completion.error)
+                raise_if_interrupted()
     finally:
         core.abort([request_id])
 
 
 class _Meter:
-    """Speed of one answer. The first token is apart: it waits for the prompt, and in a fresh process for compilation."""
+    """Speed of one answer. The first token is apart: it waits for the prompt and, in a new process, for compilation."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
@@ -254,10 +263,10 @@ def _sampling_params(args: argparse.Namespace) -> SamplingParams:
     )
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> _Parser:
     raw = argparse.RawDescriptionHelpFormatter
     description = _DESCRIPTION.format(demo=_DEMO)
-    parser = argparse.ArgumentParser(prog="jaxserve", description=description, formatter_class=raw)
+    parser = _Parser(prog="jaxserve", description=description, formatter_class=raw)
     commands = parser.add_subparsers(title="commands", required=True, metavar="{generate,chat}")
     options = _options()
     generate = commands.add_parser(
@@ -274,8 +283,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _options() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(add_help=False)
+def _options() -> _Parser:
+    parser = _Parser(add_help=False)
     model = parser.add_argument_group("model")
     model.add_argument("--model", metavar="PATH", help="Hugging Face directory or .gguf file (default: the demo model)")
     model.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="default: auto")

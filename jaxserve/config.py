@@ -14,10 +14,12 @@ _DTYPES = ("auto", "float32", "bfloat16")
 class EngineConfig:
     """Everything the engine needs besides the model. Raises ValueError naming the field, the value and the range.
 
-    dtype: of weights, activations and KV. "auto" is bfloat16 on a GPU and on CPUs with bfloat16 instructions, else float32.
+    dtype: of weights, activations and KV. "auto" is bfloat16 on a GPU and on CPUs with bfloat16 instructions, else
+        float32.
     max_model_len: most positions (prompt and output) of a request; None takes the model's own limit, at most 4096.
     max_num_seqs: most requests running at once, i.e. S.
-    max_num_batched_tokens: token budget of a step (decode rows plus padded prefill tokens); None: 512 on CPU, 8192 on GPU.
+    max_num_batched_tokens: token budget of a step (decode rows plus padded prefill tokens); None: a row for everyone
+        and 512 prefill tokens on CPU, 8192 on GPU.
     block_size: positions in a KV page.
     num_blocks: pages in the pool; None: what max_num_seqs requests of max_model_len can use at most, within
         kv_cache_memory_fraction of the device's memory (of free host memory on CPU).
@@ -96,7 +98,9 @@ class Buckets:
     tile: int
 
 
-def make_buckets(max_num_seqs: int, max_model_len: int, max_num_batched_tokens: int, block_size: int, tile: int) -> Buckets:
+def make_buckets(
+    max_num_seqs: int, max_model_len: int, max_num_batched_tokens: int, block_size: int, tile: int
+) -> Buckets:
     """Small lists: a factor of two between neighbours where a too large bucket costs time, four where it does not."""
     pages = -(-max_model_len // block_size)
     context = max(1, 64 // block_size)

@@ -38,7 +38,8 @@ _MEMORY_LIMIT_CPU = 4 << 30  # what the page pool takes of a host's memory unles
 @dataclass(frozen=True)
 class EngineStats:
     """scheduler: queues, pool, preemptions, prefix hits. host_seconds: time the host worked on `num_steps` steps, its
-    waiting for the device not counted. compilations: programs compiled after warm-up; tokens: output tokens collected."""
+    waiting for the device (`wait_seconds`) not counted. compilations: programs compiled after warm-up. tokens: output
+    tokens collected."""
 
     scheduler: SchedulerStats
     num_steps: int
@@ -77,7 +78,9 @@ class EngineCore:
             prefill_tile=tile,
         )
         num_blocks = config.num_blocks or _num_blocks(config, model, self.max_model_len)
-        self._kv = KVCacheManager(BlockPool(num_blocks, config.enable_prefix_caching), config.block_size, config.watermark)
+        self._kv = KVCacheManager(
+            BlockPool(num_blocks, config.enable_prefix_caching), config.block_size, config.watermark
+        )
         self.scheduler = Scheduler(scheduler_config, self._kv)
         self.runner = Runner(
             model,
@@ -148,7 +151,10 @@ class EngineCore:
         cache_salt: str | None = None,
         arrival_time: float | None = None,
     ) -> None:
-        """Queue a request. Raises ValueError before anything is queued. With n > 1, n sequences share the prompt's KV."""
+        """Queue a request; with n > 1, n sequences that share the prompt's KV.
+
+        Raises ValueError before anything is queued.
+        """
         text, token_ids = self.validate(prompt, params)
         if request_id in self._outputs:
             raise ValueError(f"request_id {request_id!r} is in use by an unfinished request")

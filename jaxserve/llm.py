@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
+import signal
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +166,8 @@ class LLM:
     def _run(self, ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
         waiting, done = set(ids), dict[str, RequestOutput]()
         num_tokens, start = 0, time.perf_counter()
-        with tqdm(total=len(ids), desc="Prompts", unit="prompt", disable=not use_tqdm) as bar:
+        bar = tqdm(total=len(ids), desc="Prompts", unit="prompt", disable=not use_tqdm)
+        with bar, deferred_interrupt() as raise_if_interrupted:
             while self.engine.has_unfinished():
                 for output in self.engine.step():
                     if output.request_id not in waiting:  # the end of one that an interrupt aborted earlier
@@ -172,6 +176,7 @@ class LLM:
                     num_tokens += sum(len(o.token_ids) for o in output.outputs)
                     bar.set_postfix_str(f"{num_tokens / (time.perf_counter() - start):.1f} tokens/s", refresh=False)
                     bar.update()
+                raise_if_interrupted()
         return [done[request_id] for request_id in ids]
 
 
@@ -190,10 +195,37 @@ def parse_prompt(prompt: Prompt) -> tuple[str | list[int], str | None]:
             f"'cache_salt'; got the keys {sorted(prompt)}"
         )
     if isinstance(prompt, Sequence) and all(isinstance(token, int) for token in prompt):
-        return list(prompt), None
+        return list(prompt), None  # type: ignore[arg-type]
     raise ValueError(
         f"a prompt must be a text, a list of token ids or a dict; got {type(prompt).__name__} {prompt!r:.80}"
     )
+
+
+@contextlib.contextmanager
+def deferred_interrupt() -> Iterator[Callable[[], None]]:
+    """Ctrl-C takes effect only where the body calls the function given to it: inside a step it would tear the engine's
+    state apart. A second Ctrl-C does not wait. Other threads, and handlers of the program's own, are left alone."""
+    pressed = False
+
+    def on_interrupt(signum: int, frame: object) -> None:
+        nonlocal pressed
+        if pressed:
+            raise KeyboardInterrupt
+        pressed = True
+
+    def raise_if_interrupted() -> None:
+        if pressed:
+            raise KeyboardInterrupt
+
+    default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not default or threading.current_thread() is not threading.main_thread():
+        yield raise_if_interrupted
+        return
+    signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield raise_if_interrupted
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def render_chat(

@@ -48,13 +48,14 @@ class Programs:
         missing = [k for k in keys if k not in self._compiled]
         with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
             results = pool.map(lambda k: self._make(k).compile(), missing)
-            for key, compiled in zip(missing, tqdm(results, "Compiling", len(missing), disable=not progress), strict=True):
+            shown = tqdm(results, "Compiling", len(missing), disable=not progress)
+            for key, compiled in zip(missing, shown, strict=True):
                 self._compiled[key] = compiled
 
 
 def use_persistent_cache(directory: str | Path | None) -> None:
     """Point JAX's compilation cache at `directory` unless the user has configured one; "" leaves it off."""
-    if directory == "" or jax.config.jax_compilation_cache_dir is not None:
-        return
-    path = Path(directory) if directory else Path.home() / ".cache" / "jaxserve"
-    jax.config.update("jax_compilation_cache_dir", str(path))
+    configured = jax.config.values.get("jax_compilation_cache_dir")
+    if directory != "" and configured is None:
+        path = Path(directory) if directory else Path.home() / ".cache" / "jaxserve"
+        jax.config.update("jax_compilation_cache_dir", str(path))

@@ -159,7 +159,9 @@ class Runner:
     def _decode(self, rows: list[tuple[int, Request]]) -> StepOutput:
         run = np.zeros(bucket(self._buckets.slots, len(self.slots)), bool)
         run[[row for row, _ in rows]] = True
-        longest = max(r.num_tokens + r.num_in_flight for _, r in rows)  # this step's own positions are in flight already
+        longest = max(
+            r.num_tokens + r.num_in_flight for _, r in rows
+        )  # this step's own positions are in flight already
         pages = bucket(self._buckets.pages, -(-(longest - 1) // self._block_size))
         self._cache, self._batch, output = self.programs["decode", len(run), pages](
             self.params, self._cache, self._batch, run
@@ -183,6 +185,7 @@ class Runner:
     def _program(self, key: Any) -> Program:
         params, cache, state = self._abstract
         name, *sizes = key
+        args: tuple[Any, ...]
         scalar = _struct((), jnp.int32)
         if name == "move":
             return Program(key, jax.jit(batch.move_slot, donate_argnums=0), (state, scalar, scalar))
@@ -193,11 +196,12 @@ class Runner:
             args = (state, _struct((sizes[0],), jnp.int32), _struct((sizes[0], self._buckets.pages[-1]), jnp.int32))
             return Program(key, jax.jit(batch.set_block_tables, donate_argnums=0), args)
         if name == "prefill":
-            run = partial(step.prefill, self._model, self._mesh, self._buckets.tile, sizes[1])
+            prefill = partial(step.prefill, self._model, self._mesh, self._buckets.tile, sizes[1])
             plan = PrefillPlan(*(_struct((sizes[0],), jnp.int32) for _ in range(3)))
-            return Program(key, jax.jit(run, donate_argnums=1), (params, cache, state, plan))
-        run = partial(step.decode, self._model, self._mesh, self._vocab_limit, sizes[1])
-        return Program(key, jax.jit(run, donate_argnums=(1, 2)), (params, cache, state, _struct((sizes[0],), jnp.bool_)))
+            return Program(key, jax.jit(prefill, donate_argnums=1), (params, cache, state, plan))
+        decode = partial(step.decode, self._model, self._mesh, self._vocab_limit, sizes[1])
+        args = (params, cache, state, _struct((sizes[0],), jnp.bool_))
+        return Program(key, jax.jit(decode, donate_argnums=(1, 2)), args)
 
     def _place(self, tree: Any) -> Any:
         return tree if self._whole is None else jax.device_put(tree, self._whole)
@@ -225,7 +229,7 @@ def slot_row(request: Request) -> SlotRow:
         min_p=np.float32(p.min_p),
         top_k=np.int32(max(p.top_k, 0)),
         want_logprob=np.bool_(p.logprobs is not None),
-    )  # type: ignore[arg-type]
+    )
 
 
 def _abstract_row() -> SlotRow:

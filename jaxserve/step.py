@@ -1,14 +1,16 @@
 """The device step: two programs over the same state.
 
-`prefill` stores keys and values of prompt tokens and samples nothing; it leaves a prompt's last token to `decode`, which
-runs every request's newest token (and its drafts), samples, verifies, and writes the result into the batch. So the step
-from logits to tokens exists once.
+`prefill` stores keys and values of prompt tokens and samples nothing; it leaves a prompt's last token to `decode`,
+which runs every request's newest token (and its drafts), samples, verifies, and writes the result into the batch. So
+the step from logits to tokens exists once.
 
-Axes: S slots of the batch, B the leading slots a program runs over (a bucket), K drafts, N prefill tiles of Q positions.
+Axes: S slots of the batch, B the leading slots a program runs over (a bucket), K drafts, N prefill tiles of Q
+positions.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -18,7 +20,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxserve.batch import BatchState
 from jaxserve.sampling.sampler import Sampled, SamplingRows, sample
-from models.base import ForwardInputs, Model
+from models.base import Array, ForwardInputs, Model, page_of
 from models.sharding import constrain
 
 
@@ -30,30 +32,37 @@ class Cache:
     """
 
     kv: Any
-    boundary: jax.Array | None
+    boundary: Array | None
     block_size: int = struct.field(pytree_node=False)
 
 
 @struct.dataclass
 class PrefillPlan:
-    """Tiles of prompts. slot, start, count: [N] int32; a tile covers positions start .. start + count - 1, count 0 = none."""
+    """Tiles of prompts. slot, start, count: [N] int32; a tile is positions start .. start + count - 1, count 0 none."""
 
-    slot: jax.Array
-    start: jax.Array
-    count: jax.Array
+    slot: Array
+    start: Array
+    count: Array
 
 
 @struct.dataclass
 class StepOutput:
-    """What the host learns. tokens [B, 1+K] int32, -1 after the last one; logprobs [B, 1+K] float32; finite [B] bool."""
+    """What the host learns. tokens [B, 1+K] int32, -1 after the last; logprobs [B, 1+K] float32; finite [B] bool."""
 
-    tokens: jax.Array
-    logprobs: jax.Array
-    finite: jax.Array
+    tokens: Array
+    logprobs: Array
+    finite: Array
 
 
 def prefill(
-    model: Model, mesh: Mesh | None, tile: int, pages: int, params: Any, cache: Cache, state: BatchState, plan: PrefillPlan
+    model: Model,
+    mesh: Mesh | None,
+    tile: int,
+    pages: int,
+    params: Any,
+    cache: Cache,
+    state: BatchState,
+    plan: PrefillPlan,
 ) -> Cache:
     """Store the KV of the planned tiles. `pages` bounds the context that attention runs over."""
     offset = jnp.arange(tile, dtype=jnp.int32)
@@ -95,7 +104,8 @@ def decode(
     )
     hidden, cache = _forward(model, mesh, params, cache, inputs)
     logits = model.logits(params, hidden.reshape(b * (1 + k), -1))  # [R, V]
-    logits = jnp.where(jnp.arange(logits.shape[1]) < vocab_limit, logits, -jnp.inf) if vocab_limit < logits.shape[1] else logits
+    if vocab_limit < logits.shape[1]:
+        logits = jnp.where(jnp.arange(logits.shape[1]) < vocab_limit, logits, -jnp.inf)
     with jax.named_scope("sample"):
         sampled = sample_rows(logits, _sampling_rows(rows, used), mesh)
     with jax.named_scope("commit"):
@@ -110,12 +120,12 @@ def _forward(
 ) -> tuple[jax.Array, Cache]:
     hidden, kv = model.forward(params, cache.kv, inputs, mesh)
     if cache.boundary is None:
-        return hidden, cache.replace(kv=kv)
+        return hidden, replace(cache, kv=kv)
     size = cache.block_size
     ends = (inputs.positions >= 0) & (inputs.positions % size == size - 1)
-    page = jnp.take_along_axis(inputs.block_tables, jnp.maximum(inputs.positions, 0) // size, axis=1, mode="clip")
+    page = page_of(inputs.block_tables, inputs.positions, size)
     boundary = cache.boundary.at[jnp.where(ends, page, 0)].set(hidden.astype(cache.boundary.dtype))
-    return hidden, cache.replace(kv=kv, boundary=boundary)
+    return hidden, replace(cache, kv=kv, boundary=boundary)
 
 
 def _sampling_rows(rows: Any, used: jax.Array) -> SamplingRows:
@@ -141,8 +151,8 @@ def _sampling_rows(rows: Any, used: jax.Array) -> SamplingRows:
 def sample_rows(logits: jax.Array, rows: SamplingRows, mesh: Mesh | None) -> Sampled:
     """`sample`, with the rows dealt out over the mesh.
 
-    The logits come out of lm_head split by vocabulary; splitting them by row instead is one all-to-all, after which every
-    device does the whole last step for its own rows. Only token ids are exchanged afterwards.
+    The logits come out of lm_head split by vocabulary; splitting them by row instead is one all-to-all, after which
+    every device does the whole last step for its own rows. Only token ids are exchanged afterwards.
     """
     if mesh is None or mesh.size == 1:
         return sample(logits, rows)
@@ -152,15 +162,17 @@ def sample_rows(logits: jax.Array, rows: SamplingRows, mesh: Mesh | None) -> Sam
     if pad:
         logits, rows = jax.tree.map(lambda x: jnp.pad(x, ((0, pad), *((0, 0),) * (x.ndim - 1))), (logits, rows))
     by_row = PartitionSpec("tp")
-    result = jax.shard_map(sample, mesh=mesh, in_specs=(by_row, by_row), out_specs=by_row, check_vma=False)(logits, rows)
+    result = jax.shard_map(sample, mesh=mesh, in_specs=(by_row, by_row), out_specs=by_row, check_vma=False)(
+        logits, rows
+    )
     return jax.tree.map(lambda x: constrain(x, (None,), mesh)[:count], result)
 
 
 def verify(sampled: Sampled, drafts: jax.Array, used: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Coupled verification: a draft is accepted iff it is what was drawn at its position.
 
-    Every position is drawn with its own (seed, position) randomness, so the tokens with and without drafts are the same.
-    drafts [B, K], used [B, 1+K]. Returns tokens [B, 1+K], -1 where nothing is emitted, and finite [B]: False where the
+    Every position is drawn with its own (seed, position) randomness, so the tokens with and without drafts are the
+    same. drafts [B, K], used [B, 1+K]. Returns tokens [B, 1+K], -1 where nothing is emitted, and finite [B]: False where the
     first row that counts had no distribution.
     """
     b, width = used.shape
@@ -188,9 +200,10 @@ def _commit(state: BatchState, tokens: jax.Array, rows: Any, done: jax.Array) ->
     b, width = tokens.shape
     at = jnp.where(tokens >= 0, rows.num_tokens[:, None] + jnp.arange(width), state.tokens.shape[1])
     num_tokens = rows.num_tokens + jnp.sum(tokens >= 0, axis=1)
-    return state.replace(
+    return replace(
+        state,
         tokens=state.tokens.at[jnp.arange(b)[:, None], at].set(tokens, mode="drop"),
         active=state.active.at[:b].set(state.active[:b] & ~done),
         drafts=state.drafts.at[:b].set(-1),
-        rows=state.rows.replace(num_tokens=state.rows.num_tokens.at[:b].set(num_tokens)),
+        rows=replace(state.rows, num_tokens=state.rows.num_tokens.at[:b].set(num_tokens)),
     )

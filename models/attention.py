@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh, PartitionSpec
 
+from models.base import Array, page_of
 from models.sharding import partition_spec
 
 _KV_AXES = ("layers", "pages", None, "kv_heads", None)
@@ -27,8 +28,8 @@ _NEVER = -1e30  # a masked score: finite, so that a row of padding gives numbers
 class PagedKV:
     """Keys and values of every layer. k, v: [L, B, C, H, E]."""
 
-    k: jax.Array
-    v: jax.Array
+    k: Array
+    v: Array
 
 
 def storage_dtype(dtype: jnp.dtype, platform: str) -> jnp.dtype:
@@ -85,11 +86,12 @@ def paged_attention(
     return out, PagedKV(new_k, new_v)
 
 
-def _store(pool: jax.Array, x: jax.Array, layer: jax.Array, positions: jax.Array, tables: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def _store(
+    pool: jax.Array, x: jax.Array, layer: jax.Array, positions: jax.Array, tables: jax.Array, dtype: jnp.dtype
+) -> jax.Array:
     """Write x [N, Q, H, E] at its positions. Padding lands in page 0, which nobody reads."""
     size = pool.shape[2]
-    block = jnp.take_along_axis(tables, jnp.maximum(positions, 0) // size, axis=1, mode="clip")  # [N, Q]
-    block = jnp.where(positions >= 0, block, 0)
+    block = page_of(tables, positions, size)
     return pool.at[layer, block, positions % size].set(_encode(x, dtype, pool.dtype), mode="promise_in_bounds")
 
 

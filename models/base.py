@@ -9,11 +9,13 @@ from __future__ import annotations
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh
 
 Params = Any  # a pytree of arrays
 KVCache = Any  # a pytree of arrays whose page axis the model chooses; empty for a model without state
+Array = Any  # a leaf of a state pytree: jax.Array on the device, NumPy on the way there, abstract when compiling
 
 
 @struct.dataclass
@@ -24,9 +26,16 @@ class ForwardInputs:
     group are consecutive, and every earlier position of the request is stored already or in the same group.
     """
 
-    tokens: jax.Array  # [N, Q] int32
-    positions: jax.Array  # [N, Q] int32, -1 = padding
-    block_tables: jax.Array  # [N, P] int32 page ids; page 0 belongs to nobody and takes what padding writes
+    tokens: Array  # [N, Q] int32
+    positions: Array  # [N, Q] int32, -1 = padding
+    block_tables: Array  # [N, P] int32 page ids; page 0 belongs to nobody and takes what padding writes
+
+
+def page_of(block_tables: jax.Array, positions: jax.Array, block_size: int) -> jax.Array:
+    """Page of each position [N, Q]; page 0 for padding and for positions the table does not cover."""
+    index = jnp.maximum(positions, 0) // block_size
+    page = jnp.take_along_axis(block_tables, index, axis=1, mode="clip")
+    return jnp.where((positions >= 0) & (index < block_tables.shape[1]), page, 0)
 
 
 @runtime_checkable
@@ -58,7 +67,9 @@ class Model(Protocol):
     def kv_bytes_per_block(self, block_size: int) -> int:
         """Bytes of one page over all layers and devices; 0 for a model without state."""
 
-    def forward(self, params: Params, kv: KVCache, inputs: ForwardInputs, mesh: Mesh | None) -> tuple[jax.Array, KVCache]:
+    def forward(
+        self, params: Params, kv: KVCache, inputs: ForwardInputs, mesh: Mesh | None
+    ) -> tuple[jax.Array, KVCache]:
         """Store the inputs' keys and values, return hidden states [N, Q, D] and the new cache. Jit-compiled."""
 
     def logits(self, params: Params, hidden: jax.Array) -> jax.Array:

@@ -133,7 +133,7 @@ def _read_gguf(path: Path, mtime_ns: int, size: int) -> GGUFFile:
         alignment = values.get("general.alignment", gguf.GGUF_DEFAULT_ALIGNMENT)
         start = -(-cursor.offset // alignment) * alignment
         tensors = {name: _tensor(data, start + offset, name, kind, shape) for name, kind, shape, offset in infos}
-    except (ValueError, OverflowError, ArithmeticError, struct.error) as error:
+    except (ValueError, TypeError, KeyError, ArithmeticError, struct.error) as error:
         raise ValueError(f"{path} is truncated or corrupt ({size} bytes): {error}") from None
     return GGUFFile(values, tensors)
 
@@ -228,8 +228,8 @@ def _config(file: GGUFFile, tensors: Mapping[str, GGUFTensor], path: Path) -> di
 
     def integer(key: str, default: int | None = None) -> int:
         value = get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ValueError(f"{path}: metadata {arch}.{key}={value!r} must be one integer")
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{path}: metadata {arch}.{key}={value!r} must be one integer >= 1")
         return value
 
     if "model.embed_tokens.weight" not in tensors:

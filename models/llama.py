@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from models import params as weights
 from models.attention import PagedKV, paged_attention, storage_dtype
-from models.base import ForwardInputs
+from models.base import ForwardInputs, Params
 from models.checkpoint import Checkpoint
 from models.config import ModelConfig
 from models.params import ParamSpec
@@ -75,7 +75,7 @@ class Llama:
         """The abstract weights."""
         return declare(self.config, jnp.dtype(self.dtype), self.scan_layers)
 
-    def load_params(self, mesh: Mesh | None) -> weights.Params:
+    def load_params(self, mesh: Mesh | None) -> Params:
         if self.source is None:
             return weights.random_params(self.specs(), self.seed, mesh)
         return weights.load_params(self.specs(), self.source, mesh)
@@ -99,11 +99,11 @@ class Llama:
         return sum(math.prod(s.shape) * s.dtype.itemsize for s in (spec.k, spec.v))
 
     def forward(
-        self, params: weights.Params, kv: PagedKV, inputs: ForwardInputs, mesh: Mesh | None
+        self, params: Params, kv: PagedKV, inputs: ForwardInputs, mesh: Mesh | None
     ) -> tuple[jax.Array, PagedKV]:
         return forward(self, params, kv, inputs, mesh)
 
-    def logits(self, params: weights.Params, hidden: jax.Array) -> jax.Array:
+    def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
         with jax.named_scope("lm_head"):
             table = params["embed"] if self.config.tie_word_embeddings else params["lm_head"]  # [V, D]
             return _dot_t(hidden.astype(table.dtype), table)
@@ -162,14 +162,16 @@ def declare(c: ModelConfig, dtype: Any, stacked: bool) -> dict[str, Any]:
 
 
 def forward(
-    model: Llama, params: weights.Params, kv: PagedKV, inputs: ForwardInputs, mesh: Mesh | None
+    model: Llama, params: Params, kv: PagedKV, inputs: ForwardInputs, mesh: Mesh | None
 ) -> tuple[jax.Array, PagedKV]:
     """[N, Q] tokens -> normalised hidden states [N, Q, D] and the cache with their keys and values."""
     c = model.config
     with jax.named_scope("embed"):
         x = params["embed"][inputs.tokens].astype(model.stream_dtype)  # [N, Q, D]
     rope = rope_tables(model, inputs.positions)
-    windows = np.array([c.sliding_window if on and c.sliding_window else _EVERYTHING for on in c.window_layers], np.int32)
+    windows = np.array(
+        [c.sliding_window if on and c.sliding_window else _EVERYTHING for on in c.window_layers], np.int32
+    )
 
     def block(x, kv, w, i, window):
         with jax.named_scope("attention"):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from models.base import ForwardInputs
+from models.base import ForwardInputs, page_of
 
 
 @dataclass(frozen=True)
@@ -56,14 +56,10 @@ class MarkovLM:
     ) -> tuple[jax.Array, jax.Array]:
         tokens, positions, tables = inputs.tokens, inputs.positions, inputs.block_tables
         size = kv.shape[1]
-
-        def page(at: jax.Array) -> jax.Array:
-            return jnp.take_along_axis(tables, jnp.maximum(at, 0) // size, axis=1, mode="clip")
-
-        kv = kv.at[jnp.where(positions >= 0, page(positions), 0), positions % size].set(tokens)
+        kv = kv.at[page_of(tables, positions, size), positions % size].set(tokens)
         row = tokens
         if self.table.ndim == 3:
-            before = kv[page(positions - 1), (positions - 1) % size]
+            before = kv[page_of(tables, positions - 1, size), (positions - 1) % size]
             row = jnp.where(positions > 0, before, self.vocab_size) * self.vocab_size + tokens
         return row[..., None], kv  # the hidden state is the row's number
 

@@ -46,6 +46,9 @@ class ParamSpec:
     def full_axes(self) -> Axes:
         return ("layers", *self.axes) if self.layers else self.axes
 
+    def sharding(self, mesh: Mesh | None) -> jax.sharding.NamedSharding | None:
+        return sharding.sharding(self.full_axes, self.full_shape, mesh)
+
 
 def is_spec(x: object) -> bool:
     return isinstance(x, ParamSpec)
@@ -54,7 +57,7 @@ def is_spec(x: object) -> bool:
 def abstract_params(specs: Any, mesh: Mesh | None) -> Any:
     """ShapeDtypeStructs (with shardings) of a declaration: what ahead-of-time compilation needs."""
     return jax.tree.map(
-        lambda s: jax.ShapeDtypeStruct(s.full_shape, s.dtype, sharding=sharding.sharding(s.full_axes, s.full_shape, mesh)),
+        lambda s: jax.ShapeDtypeStruct(s.full_shape, s.dtype, sharding=s.sharding(mesh)),
         specs,
         is_leaf=is_spec,
     )
@@ -75,7 +78,7 @@ def _random(spec: ParamSpec, key: jax.Array, mesh: Mesh | None) -> jax.Array:
             return jnp.zeros(spec.full_shape, spec.dtype)
         return (jax.random.normal(key, spec.full_shape, jnp.float32) * spec.scale).astype(spec.dtype)
 
-    return jax.jit(make, out_shardings=sharding.sharding(spec.full_axes, spec.full_shape, mesh))(key)
+    return jax.jit(make, out_shardings=spec.sharding(mesh))(key)
 
 
 def load_params(specs: Any, source: Checkpoint, mesh: Mesh | None) -> Any:
@@ -84,7 +87,9 @@ def load_params(specs: Any, source: Checkpoint, mesh: Mesh | None) -> Any:
     Raises ValueError naming the tensor when one is missing or misshapen. `{i}` counts layers in `specs` order:
     stacked specs run over their own axis, unstacked per-layer specs sit in lists.
     """
-    return jax.tree_util.tree_map_with_path(lambda path, s: _load(s, source, _list_index(path), mesh), specs, is_leaf=is_spec)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, s: _load(s, source, _list_index(path), mesh), specs, is_leaf=is_spec
+    )
 
 
 def _list_index(path: tuple[Any, ...]) -> int:
@@ -94,10 +99,12 @@ def _list_index(path: tuple[Any, ...]) -> int:
 
 def _load(spec: ParamSpec, source: Checkpoint, layer: int, mesh: Mesh | None) -> jax.Array:
     if not spec.layers:
-        return _put(_read(spec, source, layer), sharding.sharding(spec.axes, spec.shape, mesh))
-    stacked = sharding.sharding(spec.full_axes, spec.full_shape, mesh)
+        return _put(_read(spec, source, layer), spec.sharding(mesh))
+    stacked = spec.sharding(mesh)
     array = jax.jit(partial(jnp.zeros, spec.full_shape, spec.dtype), out_shardings=stacked)()
-    write = jax.jit(lambda a, x, i: jax.lax.dynamic_update_index_in_dim(a, x, i, 0), donate_argnums=0, out_shardings=stacked)
+    write = jax.jit(
+        lambda a, x, i: jax.lax.dynamic_update_index_in_dim(a, x, i, 0), donate_argnums=0, out_shardings=stacked
+    )
     for i in range(spec.layers):
         array = write(array, _put(_read(spec, source, i), sharding.sharding(spec.axes, spec.shape, mesh)), i)
     return array

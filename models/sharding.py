@@ -22,7 +22,9 @@ def partition_spec(axes: Axes, shape: tuple[int, ...], mesh: Mesh) -> PartitionS
     if len(axes) != len(shape):
         raise ValueError(f"axes {axes} do not describe shape {shape}")
     names = (RULES.get(axis) if axis is not None else None for axis in axes)
-    return PartitionSpec(*(n if n and size % mesh.shape[n] == 0 else None for n, size in zip(names, shape, strict=True)))
+    return PartitionSpec(
+        *(n if n and size % mesh.shape[n] == 0 else None for n, size in zip(names, shape, strict=True))
+    )
 
 
 def sharding(axes: Axes, shape: tuple[int, ...], mesh: Mesh | None) -> NamedSharding | None:

@@ -1,9 +1,9 @@
 """Drawing one token from a row of weights.
 
-An inverse CDF over vocabulary order, in two levels: first a tile by the sums of tiles, then the position inside it. A
-handful of random words serves a row instead of one for every entry of the vocabulary, and the weights are read once. The
-running sums are fixed-point numbers of 44 bits, exact where float32 has 24, so a token of probability 1e-9 keeps its rate
-wherever it lies in the vocabulary. The draw is a function of the weights, the seed and the position alone.
+An inverse CDF over vocabulary order, in two levels: first a tile by the sums of tiles, then the position inside it.
+A handful of random words serves a row instead of one for every entry of the vocabulary, and the weights are read once.
+The running sums are fixed-point numbers of 44 bits, exact where float32 has 24, so a token of probability 1e-9 keeps
+its rate wherever it lies in the vocabulary. The draw is a function of the weights, the seed and the position alone.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _pick(weights: jax.Array, words: jax.Array) -> jax.Array:
     high, low = _running_sums(weights / jnp.where(total > 0, total, 1.0))
     first, second = _fixed_point(words[:, :2]), _fixed_point(words[:, 2:])
     outside = ~_below(first, (high[:, -1], low[:, -1]))
-    target = tuple(jnp.where(outside, b, a)[:, None] for a, b in zip(first, second, strict=True))
+    target = (jnp.where(outside, second[0], first[0])[:, None], jnp.where(outside, second[1], first[1])[:, None])
     index = jnp.sum(~_below(target, (high, low)), axis=1)  # running sums grow: as many lie at or below the target
     last = jnp.max(jnp.where(weights > 0, jnp.arange(weights.shape[1]), 0), axis=1)
     return jnp.minimum(index, last).astype(jnp.int32)

@@ -39,8 +39,8 @@ class Sampled:
 def sample(logits: jax.Array, rows: SamplingRows) -> Sampled:
     """Sample every row of logits [R, V] (any float dtype).
 
-    Order: float32 -> temperature -> min_p -> top_k -> top_p -> draw; greedy rows take the argmax, ties to the lowest id.
-    A batch that is all greedy, has no filter, or wants no logprobs does not run that part.
+    Order: float32 -> temperature -> min_p -> top_k -> top_p -> draw; greedy rows take the argmax, ties to the lowest
+    id. A batch that is all greedy, has no filter, or wants no logprobs does not run that part.
     """
     logits = logits.astype(jnp.float32)
     top = jnp.max(logits, axis=-1)  # [R]; NaN wins over everything

@@ -92,9 +92,10 @@ def test_frequencies(case, theta, head_dim):
     hf, config = configs(CASES[case], theta, head_dim)
     max_model_len = 20000
     reference = LlamaRotaryEmbedding(hf)
-    reference(torch.zeros(1), torch.arange(max_model_len)[None])  # "dynamic" adapts to the longest position seen
+    reference(torch.zeros(1), torch.tensor([[max_model_len - 1]]))  # "dynamic" adapts to the longest position seen
     inv_freq, factor = rope_inv_freq(config.rope, head_dim, max_model_len)
-    assert inv_freq.dtype == np.float32 and inv_freq.shape == (head_dim // 2,)
+    assert inv_freq.dtype == np.float32
+    assert inv_freq.shape == (head_dim // 2,)
     np.testing.assert_allclose(inv_freq, reference.inv_freq.numpy(), rtol=3e-6)
     assert math.isclose(factor, reference.attention_scaling, rel_tol=1e-12)
 
