@@ -20,7 +20,7 @@ from jaxserve.programs import Program, Programs
 from jaxserve.request import Request, RequestStatus
 from jaxserve.scheduler import PrefillChunk, SchedulerOutput
 from jaxserve.step import Cache, PrefillPlan, StepOutput
-from models.base import Model
+from models.base import ForwardInputs, Model
 
 
 @dataclass
@@ -183,31 +183,45 @@ class Runner:
         yield from (("prefill", n, p) for n in b.prefill_tiles for p in b.prefill_pages)
 
     def _program(self, key: Any) -> Program:
+        """The program of a key. Shardings are fixed on the way in and out: what is donated must come back as it was."""
         params, cache, state = self._abstract
         name, *sizes = key
-        args: tuple[Any, ...]
-        scalar = _struct((), jnp.int32)
+        i32 = partial(jax.ShapeDtypeStruct, dtype=jnp.int32, sharding=self._whole)
         if name == "move":
-            return Program(key, jax.jit(batch.move_slot, donate_argnums=0), (state, scalar, scalar))
+            return self._compiled_as(key, batch.move_slot, (state, i32(()), i32(())), donated=(0,), outputs=state)
         if name == "fill":
-            args = (state, scalar, _struct((sizes[0],), jnp.int32), _abstract_row())
-            return Program(key, jax.jit(batch.fill_slot, donate_argnums=0), args)
+            args: tuple[Any, ...] = (state, i32(()), i32((sizes[0],)), self._abstract_row())
+            return self._compiled_as(key, batch.fill_slot, args, donated=(0,), outputs=state)
         if name == "tables":
-            args = (state, _struct((sizes[0],), jnp.int32), _struct((sizes[0], self._buckets.pages[-1]), jnp.int32))
-            return Program(key, jax.jit(batch.set_block_tables, donate_argnums=0), args)
+            args = (state, i32((sizes[0],)), i32((sizes[0], self._buckets.pages[-1])))
+            return self._compiled_as(key, batch.set_block_tables, args, donated=(0,), outputs=state)
         if name == "prefill":
             prefill = partial(step.prefill, self._model, self._mesh, self._buckets.tile, sizes[1])
-            plan = PrefillPlan(*(_struct((sizes[0],), jnp.int32) for _ in range(3)))
-            return Program(key, jax.jit(prefill, donate_argnums=1), (params, cache, state, plan))
+            plan = PrefillPlan(*(i32((sizes[0],)) for _ in range(3)))
+            return self._compiled_as(key, prefill, (params, cache, state, plan), donated=(1,), outputs=cache)
         decode = partial(step.decode, self._model, self._mesh, self._vocab_limit, sizes[1])
-        args = (params, cache, state, _struct((sizes[0],), jnp.bool_))
-        return Program(key, jax.jit(decode, donate_argnums=(1, 2)), args)
+        run = jax.ShapeDtypeStruct((sizes[0],), jnp.bool_, sharding=self._whole)
+        output = StepOutput(*(jax.ShapeDtypeStruct((), jnp.int32, sharding=self._whole) for _ in range(3)))
+        return self._compiled_as(
+            key, decode, (params, cache, state, run), donated=(1, 2), outputs=(cache, state, output)
+        )
+
+    def _compiled_as(
+        self, key: Hashable, function: Any, args: tuple[Any, ...], donated: tuple[int, ...], outputs: Any
+    ) -> Program:
+        shardings = None if self._mesh is None else jax.tree.map(lambda x: x.sharding, outputs)
+        return Program(key, jax.jit(function, donate_argnums=donated, out_shardings=shardings), args)
+
+    def _abstract_row(self) -> SlotRow:
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=self._whole), self._abstract[2].rows
+        )
 
     def _place(self, tree: Any) -> Any:
         return tree if self._whole is None else jax.device_put(tree, self._whole)
 
     def _make_boundary(self, kv: Any, num_blocks: int) -> jax.Array:
-        inputs = step.ForwardInputs(*(_struct(s, jnp.int32) for s in ((1, 1), (1, 1), (1, 1))))
+        inputs = ForwardInputs(*(jax.ShapeDtypeStruct((1, 1), jnp.int32) for _ in range(3)))
         hidden, _ = jax.eval_shape(lambda p, c, x: self._model.forward(p, c, x, self._mesh), self.params, kv, inputs)
         return self._place(jnp.zeros((num_blocks, hidden.shape[-1]), hidden.dtype))
 
@@ -230,15 +244,6 @@ def slot_row(request: Request) -> SlotRow:
         top_k=np.int32(max(p.top_k, 0)),
         want_logprob=np.bool_(p.logprobs is not None),
     )
-
-
-def _abstract_row() -> SlotRow:
-    row = jax.eval_shape(lambda: batch.empty_batch(1, 1, 1, 0).rows)
-    return jax.tree.map(lambda x: _struct(x.shape[1:], x.dtype), row)
-
-
-def _struct(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def _abstract(x: jax.Array) -> jax.ShapeDtypeStruct:

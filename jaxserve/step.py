@@ -157,22 +157,29 @@ def sample_rows(logits: jax.Array, rows: SamplingRows, mesh: Mesh | None) -> Sam
     if mesh is None or mesh.size == 1:
         return sample(logits, rows)
     count = logits.shape[0]
-    logits = constrain(logits, (None, "vocab"), mesh)
     pad = -count % mesh.size
     if pad:
         logits, rows = jax.tree.map(lambda x: jnp.pad(x, ((0, pad), *((0, 0),) * (x.ndim - 1))), (logits, rows))
-    by_row = PartitionSpec("tp")
-    result = jax.shard_map(sample, mesh=mesh, in_specs=(by_row, by_row), out_specs=by_row, check_vma=False)(
-        logits, rows
+
+    def own_rows(logits: jax.Array, rows: SamplingRows) -> Sampled:
+        own = logits.shape[0]
+        first = jax.lax.axis_index("tp") * own
+        mine = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, own), rows)
+        return jax.tree.map(lambda x: jax.lax.all_gather(x, "tp", tiled=True), sample(logits, mine))
+
+    # Only the logits are dealt out. The batch stays whole: a row sharding that leaked into the token
+    # history would be undone by gathering the history.
+    deal = jax.shard_map(
+        own_rows, mesh=mesh, in_specs=(PartitionSpec("tp"), PartitionSpec()), out_specs=PartitionSpec(), check_vma=False
     )
-    return jax.tree.map(lambda x: constrain(x, (None,), mesh)[:count], result)
+    return jax.tree.map(lambda x: x[:count], deal(constrain(logits, (None, "vocab"), mesh), rows))
 
 
 def verify(sampled: Sampled, drafts: jax.Array, used: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Coupled verification: a draft is accepted iff it is what was drawn at its position.
 
-    Every position is drawn with its own (seed, position) randomness, so the tokens with and without drafts are the
-    same. drafts [B, K], used [B, 1+K]. Returns tokens [B, 1+K], -1 where nothing is emitted, and finite [B]: False where the
+    Every position is drawn with its own (seed, position) randomness: the tokens are the same with and without drafts.
+    drafts [B, K], used [B, 1+K]. Returns tokens [B, 1+K], -1 where nothing is emitted, and finite [B]: False where the
     first row that counts had no distribution.
     """
     b, width = used.shape

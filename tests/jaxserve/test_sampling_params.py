@@ -112,11 +112,6 @@ def test_refused_with_field_value_and_range(name: str, value: object, expected: 
         assert repr(value) in message or repr(float(value)) in message  # type: ignore[arg-type]
 
 
-def test_range_that_holds_prints_the_lower_bound_of_top_k() -> None:
-    with pytest.raises(ValueError, match=r"top_k is -2; it must be an integer in \[-1, 2147483647\]"):
-        SamplingParams(top_k=-2)
-
-
 def test_top_p_zero_only_when_greedy() -> None:
     assert SamplingParams(temperature=0, top_p=0).top_p == 0
     with pytest.raises(ValueError, match=r"top_p is -0.5"):

@@ -1,0 +1,166 @@
+"""Compile the engine's own 70B decode step for 8 x H100 on a machine without a GPU, and check what comes out.
+
+    python bench/aot_h100.py [--json FILE]          (needs the cuda12 extra: JAX's CUDA plugin, no driver, no GPU)
+
+The programs are the ones the engine runs (jaxserve.step, models.llama), lowered with abstract arguments over eight
+devices described by h100_sxm.txtpb. Printed and checked: bytes of arguments, temporaries and aliased (donated) buffers
+of one device, and every collective with its bytes. The script fails when the KV pool or the batch is not updated in
+place, when a temporary is as large as the KV pool, or when logits are gathered.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import re
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxserve import batch, step
+from jaxserve.step import Cache
+from models import ModelConfig
+from models.llama import Llama
+from models.params import abstract_params
+from models.sharding import make_mesh
+
+LLAMA_3_70B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672,
+    "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": False, "hidden_act": "silu",
+    "eos_token_id": [128001, 128009], "bos_token_id": 128000,
+}  # fmt: skip
+SLOTS, CONTEXT, BLOCK = 64, 2350, 16
+SMALL = 4096  # bytes: XLA may give flags of one byte a slot a new buffer
+COLLECTIVES = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
+ITEMSIZE = {"pred": 1, "u8": 1, "s8": 1, "bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4, "f64": 8, "s64": 8}
+
+
+def h100_mesh() -> Mesh:
+    """Eight H100s in one host, as the compiler sees them."""
+    target = (Path(__file__).parent / "h100_sxm.txtpb").read_text()
+    topology = topologies.get_topology_desc("h100", platform="cuda", target_config=target, topology="1x1x8")
+    return make_mesh(topology.devices)
+
+
+def decode_program(mesh: Mesh, drafts: int = 0) -> tuple[jax.stages.Lowered, dict[str, int]]:
+    """The decode step of 64 requests at a context of 2350 tokens, and the sizes that the checks compare with."""
+    model = Llama(ModelConfig.from_hf(LLAMA_3_70B), dtype="bfloat16", platform="gpu")
+    pages = -(-CONTEXT // BLOCK)
+    whole = NamedSharding(mesh, PartitionSpec())
+    state = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole),
+        jax.eval_shape(lambda: batch.empty_batch(SLOTS, 2560, pages, drafts)),
+    )
+    kv = model.kv_spec(1 + SLOTS * pages, BLOCK, mesh)
+    cache = Cache(kv=kv, boundary=None, block_size=BLOCK)
+    run = jax.ShapeDtypeStruct((SLOTS,), jnp.bool_, sharding=whole)
+    program = jax.jit(
+        partial(step.decode, model, mesh, model.vocab_size, pages),
+        donate_argnums=(1, 2),
+        out_shardings=(jax.tree.map(lambda x: x.sharding, cache), whole, whole),
+    )
+    sizes = {
+        "kv": sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(kv)) // mesh.size,
+        "batch": sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state)),
+        "logits": SLOTS * (1 + drafts) * model.vocab_size * 4,
+    }
+    return program.lower(abstract_params(model.specs(), mesh), cache, state, run), sizes
+
+
+def collectives(hlo: str) -> list[dict[str, Any]]:
+    """Every collective of the optimized program: kind, result shape, bytes on one device, whether in the layer loop."""
+    found = []
+    for line in hlo.splitlines():
+        match = re.search(rf"= (.*?) ({COLLECTIVES})(?:-start)?\(", line)
+        if match is None:
+            continue
+        shapes = re.findall(r"(\w+)\[([\d,]*)\]", match[1])
+        sizes = [ITEMSIZE[t] * math.prod(int(n) for n in dims.split(",") if n) for t, dims in shapes if t in ITEMSIZE]
+        found.append(
+            {
+                "kind": match[2],
+                "shape": " ".join(f"{t}[{dims}]" for t, dims in shapes[-1:]),
+                "bytes": max(sizes, default=0),
+                "in_loop": "while/body" in line,
+            }
+        )
+    return found
+
+
+def measure(drafts: int) -> dict[str, Any]:
+    """Compile and read off the figures."""
+    started = time.perf_counter()
+    lowered, sizes = decode_program(h100_mesh(), drafts)
+    compiled = lowered.compile()
+    memory = compiled.memory_analysis()
+    return {
+        "jax": jax.__version__,
+        "positions": 1 + drafts,
+        "seconds": time.perf_counter() - started,
+        "argument": memory.argument_size_in_bytes,
+        "temp": memory.temp_size_in_bytes,
+        "alias": memory.alias_size_in_bytes,
+        "sizes": sizes,
+        "collectives": collectives(compiled.as_text()),
+    }
+
+
+def check(m: dict[str, Any]) -> list[str]:
+    """What is wrong with a program; empty when nothing is."""
+    sizes, wrong = m["sizes"], []
+    state = sizes["kv"] + sizes["batch"]
+    if m["alias"] < state - SMALL:
+        wrong.append(f"aliased {m['alias']} bytes, KV and batch are {state}: not updated in place")
+    if m["temp"] >= sizes["kv"]:
+        wrong.append(f"temporaries take {m['temp']} bytes, as much as the KV pool ({sizes['kv']})")
+    gathered = [c for c in m["collectives"] if c["kind"] == "all-gather" and c["bytes"] * 8 >= sizes["logits"]]
+    if gathered:
+        wrong.append(f"logits-sized all-gather: {gathered}")
+    exchanged = [c for c in m["collectives"] if c["kind"] == "all-to-all"]
+    if len(exchanged) != 1 or exchanged[0]["bytes"] * 8 != sizes["logits"]:
+        wrong.append(f"expected one all-to-all of {sizes['logits'] // 8} bytes, found {exchanged}")
+    return wrong
+
+
+def show(m: dict[str, Any]) -> None:
+    print(
+        f"\nLlama-3-70B decode, TP = 8, {SLOTS} requests x {CONTEXT} tokens, {m['positions']} position(s) each, bf16\n"
+        f"jax {m['jax']}, compiled in {m['seconds']:.1f} s; bytes of one device"
+    )
+    for name in ("argument", "temp", "alias"):
+        print(f"  {name:<48}{m[name] / 1e6:>10.1f} MB")
+    for name, text in (("kv", "KV pool"), ("batch", "batch state"), ("logits", "all logits, on no device")):
+        print(f"  {text:<48}{m['sizes'][name] / 1e6:>10.1f} MB")
+    for c in m["collectives"]:
+        where = "each layer" if c["in_loop"] else ""
+        print(f"  {c['kind']:<16}{c['shape']:<20}{where:<12}{c['bytes'] / 1e6:>10.3f} MB")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    args = parser.parse_args()
+    measured = [measure(drafts) for drafts in (0, 3)]
+    for m in measured:
+        show(m)
+    if args.json:
+        args.json.write_text(json.dumps(measured, indent=1))
+    wrong = [w for m in measured for w in check(m)]
+    print("\n" + ("\n".join(wrong) if wrong else "All checks hold."))
+    raise SystemExit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()

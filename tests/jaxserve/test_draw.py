@@ -1,0 +1,158 @@
+"""The draw: exact probabilities, nothing of weight zero, randomness that is a pure function of its coordinates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from jaxserve.sampling.draw import MAX_VOCAB, draw, random_words, tile_width
+
+VOCABS = (100, 8193, 10000, 151936)
+
+
+def itself(values: jax.Array, ids: jax.Array) -> jax.Array:
+    """Weights given directly; what pads the row weighs nothing."""
+    return jnp.maximum(values, 0.0)
+
+
+@partial(jax.jit, static_argnames=("rows", "batches"))
+def draw_many(weights: jax.Array, rows: int, batches: int, first_seed: int = 0) -> jax.Array:
+    """rows * batches draws from one row of weights: [batches, rows]."""
+
+    def batch(i: jax.Array) -> jax.Array:
+        seed = jnp.stack([jnp.full(rows, i, jnp.uint32), jnp.arange(rows, dtype=jnp.uint32) + first_seed], axis=1)
+        words = random_words(seed, jnp.full(rows, 3, jnp.int32), 0)
+        return draw(jnp.broadcast_to(weights, (rows, weights.shape[0])), itself, words)
+
+    return jax.lax.map(batch, jnp.arange(batches, dtype=jnp.uint32))
+
+
+def counts(weights: np.ndarray, rows: int, batches: int) -> np.ndarray:
+    drawn = np.asarray(draw_many(jnp.asarray(weights, jnp.float32), rows, batches))
+    return np.bincount(drawn.ravel(), minlength=len(weights))
+
+
+def p_value(observed: np.ndarray, weights: np.ndarray) -> float:
+    """Chi-square of counts against weights; what is expected less than five times is put together."""
+    expected = weights / weights.sum() * observed.sum()
+    rare = expected < 5
+    f_obs = np.append(observed[~rare], observed[rare].sum())
+    f_exp = np.append(expected[~rare], expected[rare].sum())
+    keep = f_exp > 0
+    return stats.chisquare(f_obs[keep], f_exp[keep] * f_obs.sum() / f_exp.sum()).pvalue
+
+
+@pytest.mark.parametrize("place", [0, 57, 99])
+def test_a_rare_token_keeps_its_rate(place: int) -> None:
+    weights = np.random.default_rng(place).exponential(size=100)
+    weights[place] = 0
+    weights[place] = 1e-5 * weights.sum()
+    observed = counts(weights, rows=30_000, batches=100)
+    assert stats.binomtest(int(observed[place]), 3_000_000, 1e-5).pvalue > 1e-4
+    assert p_value(observed, weights) > 1e-4
+
+
+@pytest.mark.parametrize("vocab", VOCABS)
+def test_all_the_mass_in_the_last_tile(vocab: int) -> None:
+    weights = np.zeros(vocab)
+    first = (vocab - 1) // 256 * 256
+    weights[first:] = np.random.default_rng(vocab).exponential(size=vocab - first)
+    weights[-1] += 0.5
+    weights[first::3] = 0
+    observed = counts(weights, rows=32, batches=100_000 // vocab + 20)
+    assert observed.sum() == observed[weights > 0].sum()
+    assert p_value(observed, weights) > 1e-4
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 255, 257, 8193, 10000])
+def test_the_whole_row(vocab: int) -> None:
+    weights = np.random.default_rng(vocab).exponential(size=vocab) ** 3
+    weights[1::2] = 0
+    rows, batches = (2048, 10) if vocab < 1000 else (256, 16)
+    observed = counts(weights, rows, batches)
+    assert observed.sum() == observed[weights > 0].sum() == rows * batches
+    halves = np.add.reduceat(observed, np.arange(0, vocab, 64)), np.add.reduceat(weights, np.arange(0, vocab, 64))
+    assert p_value(*halves) > 1e-4
+    assert p_value(observed, weights) > 1e-4
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_scale_means_nothing(scale: float) -> None:
+    weights = np.array([0.0, 3.0, 0.0, 5.0, 2.0]) * scale
+    assert p_value(counts(weights, 10_000, 2), weights) > 1e-4
+
+
+def test_one_token_is_certain_whatever_the_random_words() -> None:
+    """Also at the ends of the range of uniform numbers, where the running sums say nothing."""
+    extremes = jnp.asarray([[word] * 8 for word in (0, 1, 2**31, 2**32 - 1)], jnp.uint32)
+    for vocab in VOCABS[:3]:
+        for token in (0, vocab // 2, vocab - 1):
+            values = jnp.zeros((4, vocab)).at[:, token].set(0.25)
+            assert draw(values, itself, extremes).tolist() == [token] * 4
+
+
+@given(st.lists(st.sampled_from([0.0, 0.0, 1e-20, 1e-7, 0.5, 1.0, 3e5]), min_size=7, max_size=7), st.data())
+@settings(max_examples=200, deadline=None)
+def test_never_a_token_of_weight_zero(weights: list[float], data: st.DataObject) -> None:
+    words = data.draw(st.lists(st.sampled_from([0, 1, 2**10, 2**31, 2**32 - 2**10, 2**32 - 1]), min_size=8, max_size=8))
+    token = int(jax.jit(draw, static_argnums=1)(jnp.asarray([weights]), itself, jnp.asarray([words], jnp.uint32))[0])
+    assert 0 <= token < len(weights)
+    assert weights[token] > 0 or not any(weights)
+
+
+def test_rows_do_not_know_of_each_other() -> None:
+    rng = np.random.default_rng(0)
+    values = jnp.asarray(rng.exponential(size=(16, 1000)), jnp.float32)
+    words = jnp.asarray(rng.integers(0, 2**32, (16, 8), dtype=np.uint32))
+    together = draw(values, itself, words)
+    alone = [int(draw(values[i : i + 1], itself, words[i : i + 1])[0]) for i in range(16)]
+    assert together.tolist() == alone
+
+
+@pytest.mark.parametrize("axis", ["seed", "high", "position", "stream"])
+def test_neighbouring_coordinates_are_independent(axis: str) -> None:
+    """Pairs of draws whose seeds, positions or streams differ by one fill the square evenly."""
+    n = 20_000
+    at = np.arange(n + 1)
+    fixed = np.full(n + 1, 12345)
+    streams = range(2) if axis == "stream" else (0,)
+    drawn = []
+    for stream in streams:
+        seed = np.stack([at if axis == "high" else fixed, at if axis in ("seed", "stream") else fixed], axis=1)
+        position = at if axis == "position" else fixed
+        words = random_words(jnp.asarray(seed, jnp.uint32), jnp.asarray(position, jnp.int32), stream)
+        drawn.append(np.asarray(draw(jnp.ones((n + 1, 16)), itself, words)))
+    first, second = (drawn[0], drawn[-1]) if axis == "stream" else (drawn[0][:-1:2], drawn[0][1::2])
+    table = np.bincount(first * 16 + second, minlength=256)
+    assert stats.chisquare(table).pvalue > 1e-4
+
+
+def test_random_words_are_a_pure_function() -> None:
+    seed = jnp.asarray([[1, 2], [3, 4], [1, 2]], jnp.uint32)
+    position = jnp.asarray([5, 6, 5], jnp.int32)
+    words = np.asarray(random_words(seed, position, 0))
+    assert (words[0] == words[2]).all()
+    assert (words[0] != words[1]).any()
+    assert (words[:1] == np.asarray(random_words(seed[:1], position[:1], 0))).all()
+
+
+@pytest.mark.parametrize("vocab", [*VOCABS, 128256, 129280, 131072, 256000, MAX_VOCAB])
+def test_tiles_can_be_summed_exactly(vocab: int) -> None:
+    assert -(-vocab // tile_width(vocab)) <= 1024
+
+
+def test_two_levels_agree_with_the_weights_at_any_width(exact_distribution: Callable[..., np.ndarray]) -> None:
+    """Logits through exp, as the sampler uses it: padding of -inf weighs nothing."""
+    logits = np.random.default_rng(5).standard_normal(515).astype(np.float32) * 2
+    words = random_words(jnp.zeros((8192, 2), jnp.uint32), jnp.arange(8192, dtype=jnp.int32), 0)
+    values = jnp.broadcast_to(jnp.asarray(logits), (8192, 515))
+    drawn = np.asarray(draw(values, lambda x, ids: jnp.exp(x), words))
+    assert p_value(np.bincount(drawn, minlength=515), exact_distribution(logits)) > 1e-4

@@ -1,0 +1,51 @@
+"""The 8 x H100 programs, compiled without a GPU. In a process of its own: the plugin is chosen before JAX starts."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PLUGIN = any(importlib.util.find_spec(name) for name in ("jax_cuda12_plugin", "jax_cuda13_plugin"))
+
+pytestmark = [
+    pytest.mark.aot,
+    pytest.mark.skipif(not PLUGIN, reason="JAX's CUDA plugin is not installed (extra cuda12)"),
+]
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    file = tmp_path_factory.mktemp("aot") / "figures.json"
+    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(ROOT / "bench" / "aot_h100.py"), "--json", str(file)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(file.read_text())
+
+
+def test_state_is_updated_in_place(programs: list[dict]) -> None:
+    for program in programs:
+        sizes = program["sizes"]
+        assert program["alias"] >= sizes["kv"] + sizes["batch"] - 4096
+        assert program["temp"] < sizes["kv"] / 10
+
+
+def test_logits_are_dealt_out_by_one_exchange(programs: list[dict]) -> None:
+    for program in programs:
+        exchanged = [c for c in program["collectives"] if c["kind"] == "all-to-all"]
+        assert [c["bytes"] * 8 for c in exchanged] == [program["sizes"]["logits"]]
+
+
+def test_nothing_else_is_large(programs: list[dict]) -> None:
+    """Two all-reduces a layer of the activations, and no gather of logits, weights or KV."""
+    for program in programs:
+        activations = 2 * 64 * program["positions"] * 8192
+        in_loop = [c for c in program["collectives"] if c["in_loop"]]
+        assert [(c["kind"], c["bytes"]) for c in in_loop] == [("all-reduce", activations)] * 2
+        others = [c for c in program["collectives"] if not c["in_loop"] and c["kind"] != "all-to-all"]
+        assert all(c["bytes"] <= activations for c in others)
