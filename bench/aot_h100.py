@@ -1,4 +1,4 @@
-"""Compile the engine's own 70B decode step for 8 x H100 on a machine without a GPU, and check what comes out.
+"""Compile the engine's own 70B programs for 8 x H100 on a machine without a GPU, and check what comes out.
 
     python bench/aot_h100.py [--json FILE]          (needs the cuda12 extra: JAX's CUDA plugin, no driver, no GPU)
 
@@ -29,7 +29,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve import batch, step
-from jaxserve.step import Cache
+from jaxserve.step import Cache, PrefillPlan
 from models import ModelConfig
 from models.llama import Llama
 from models.params import abstract_params
@@ -42,6 +42,12 @@ LLAMA_3_70B: dict[str, Any] = {
     "eos_token_id": [128001, 128009], "bos_token_id": 128000,
 }  # fmt: skip
 SLOTS, CONTEXT, BLOCK = 64, 2350, 16
+TILE, PREFILL_TILES = 128, 16
+PROGRAMS = {
+    "decode": "decode",
+    "verify": "decode with 3 drafts a request",
+    "prefill": f"prefill of {TILE * PREFILL_TILES} tokens",
+}
 SMALL = 4096  # bytes: XLA may give flags of one byte a slot a new buffer
 COLLECTIVES = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
 ITEMSIZE = {"pred": 1, "u8": 1, "s8": 1, "bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4, "f64": 8, "s64": 8}
@@ -54,29 +60,35 @@ def h100_mesh() -> Mesh:
     return make_mesh(topology.devices)
 
 
-def decode_program(mesh: Mesh, drafts: int = 0) -> tuple[jax.stages.Lowered, dict[str, int]]:
-    """The decode step of 64 requests at a context of 2350 tokens, and the sizes that the checks compare with."""
+def lower(mesh: Mesh, name: str) -> tuple[jax.stages.Lowered, dict[str, int]]:
+    """One of the engine's programs at 64 requests with a context of 2350 tokens, and the sizes to compare it with.
+
+    name: "decode" (one position each), "verify" (1 + 3 positions) or "prefill" (2048 tokens in tiles of 128).
+    """
     model = Llama(ModelConfig.from_hf(LLAMA_3_70B), dtype="bfloat16", platform="gpu")
-    pages = -(-CONTEXT // BLOCK)
+    pages, drafts = -(-CONTEXT // BLOCK), 3 if name == "verify" else 0
     whole = NamedSharding(mesh, PartitionSpec())
+    abstract = partial(jax.ShapeDtypeStruct, sharding=whole)
     state = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole),
-        jax.eval_shape(lambda: batch.empty_batch(SLOTS, 2560, pages, drafts)),
+        lambda x: abstract(x.shape, x.dtype), jax.eval_shape(lambda: batch.empty_batch(SLOTS, 2560, pages, drafts))
     )
     kv = model.kv_spec(1 + SLOTS * pages, BLOCK, mesh)
     cache = Cache(kv=kv, boundary=None, block_size=BLOCK)
-    run = jax.ShapeDtypeStruct((SLOTS,), jnp.bool_, sharding=whole)
-    program = jax.jit(
-        partial(step.decode, model, mesh, model.vocab_size, pages),
-        donate_argnums=(1, 2),
-        out_shardings=(jax.tree.map(lambda x: x.sharding, cache), whole, whole),
-    )
-    sizes = {
-        "kv": sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(kv)) // mesh.size,
-        "batch": sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state)),
-        "logits": SLOTS * (1 + drafts) * model.vocab_size * 4,
-    }
-    return program.lower(abstract_params(model.specs(), mesh), cache, state, run), sizes
+    in_place = jax.tree.map(lambda x: x.sharding, cache)
+    sizes = {"kv": _bytes(kv) // mesh.size, "batch": 0, "logits": 0}
+    weights = abstract_params(model.specs(), mesh)
+    if name == "prefill":
+        plan = PrefillPlan(*(abstract((PREFILL_TILES,), jnp.int32) for _ in range(3)))
+        run = partial(step.prefill, model, mesh, TILE, pages)
+        return jax.jit(run, donate_argnums=1, out_shardings=in_place).lower(weights, cache, state, plan), sizes
+    sizes |= {"batch": _bytes(state), "logits": SLOTS * (1 + drafts) * model.vocab_size * 4}
+    run = partial(step.decode, model, mesh, model.vocab_size, pages)
+    program = jax.jit(run, donate_argnums=(1, 2), out_shardings=(in_place, whole, whole))
+    return program.lower(weights, cache, state, abstract((SLOTS,), jnp.bool_)), sizes
+
+
+def _bytes(tree: Any) -> int:
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def collectives(hlo: str) -> list[dict[str, Any]]:
@@ -99,21 +111,22 @@ def collectives(hlo: str) -> list[dict[str, Any]]:
     return found
 
 
-def measure(drafts: int) -> dict[str, Any]:
+def measure(mesh: Mesh, name: str) -> dict[str, Any]:
     """Compile and read off the figures."""
     started = time.perf_counter()
-    lowered, sizes = decode_program(h100_mesh(), drafts)
+    lowered, sizes = lower(mesh, name)
     compiled = lowered.compile()
-    memory = compiled.memory_analysis()
+    memory, hlo = compiled.memory_analysis(), compiled.as_text()
     return {
+        "name": name,
         "jax": jax.__version__,
-        "positions": 1 + drafts,
         "seconds": time.perf_counter() - started,
         "argument": memory.argument_size_in_bytes,
         "temp": memory.temp_size_in_bytes,
         "alias": memory.alias_size_in_bytes,
         "sizes": sizes,
-        "collectives": collectives(compiled.as_text()),
+        "collectives": collectives(hlo),
+        "kernels": sorted(set(re.findall(r'custom_call_target="([^"]+)"', hlo))),
     }
 
 
@@ -125,24 +138,30 @@ def check(m: dict[str, Any]) -> list[str]:
         wrong.append(f"aliased {m['alias']} bytes, KV and batch are {state}: not updated in place")
     if m["temp"] >= sizes["kv"]:
         wrong.append(f"temporaries take {m['temp']} bytes, as much as the KV pool ({sizes['kv']})")
-    gathered = [c for c in m["collectives"] if c["kind"] == "all-gather" and c["bytes"] * 8 >= sizes["logits"]]
+    gathered = [
+        c
+        for c in m["collectives"]
+        if c["kind"] == "all-gather" and sizes["logits"] and c["bytes"] * 8 >= sizes["logits"]
+    ]
     if gathered:
         wrong.append(f"logits-sized all-gather: {gathered}")
-    exchanged = [c for c in m["collectives"] if c["kind"] == "all-to-all"]
-    if len(exchanged) != 1 or exchanged[0]["bytes"] * 8 != sizes["logits"]:
-        wrong.append(f"expected one all-to-all of {sizes['logits'] // 8} bytes, found {exchanged}")
+    exchanged = [c["bytes"] * 8 for c in m["collectives"] if c["kind"] == "all-to-all"]
+    if exchanged != ([sizes["logits"]] if sizes["logits"] else []):
+        wrong.append(f"expected one all-to-all of all logits ({sizes['logits']} bytes), found {exchanged}")
     return wrong
 
 
 def show(m: dict[str, Any]) -> None:
     print(
-        f"\nLlama-3-70B decode, TP = 8, {SLOTS} requests x {CONTEXT} tokens, {m['positions']} position(s) each, bf16\n"
+        f"\nLlama-3-70B {PROGRAMS[m['name']]}, TP = 8, {SLOTS} requests x {CONTEXT} tokens, bf16\n"
         f"jax {m['jax']}, compiled in {m['seconds']:.1f} s; bytes of one device"
     )
     for name in ("argument", "temp", "alias"):
         print(f"  {name:<48}{m[name] / 1e6:>10.1f} MB")
     for name, text in (("kv", "KV pool"), ("batch", "batch state"), ("logits", "all logits, on no device")):
         print(f"  {text:<48}{m['sizes'][name] / 1e6:>10.1f} MB")
+    for kernel in m["kernels"]:
+        print(f"  kernel {kernel}")
     for c in m["collectives"]:
         where = "each layer" if c["in_loop"] else ""
         print(f"  {c['kind']:<16}{c['shape']:<20}{where:<12}{c['bytes'] / 1e6:>10.3f} MB")
@@ -152,12 +171,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args()
-    measured = [measure(drafts) for drafts in (0, 3)]
+    mesh = h100_mesh()
+    measured = [measure(mesh, name) for name in PROGRAMS]
     for m in measured:
         show(m)
     if args.json:
         args.json.write_text(json.dumps(measured, indent=1))
-    wrong = [w for m in measured for w in check(m)]
+    wrong = [f"{m['name']}: {w}" for m in measured for w in check(m)]
     print("\n" + ("\n".join(wrong) if wrong else "All checks hold."))
     raise SystemExit(1 if wrong else 0)
 

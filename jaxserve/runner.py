@@ -238,12 +238,18 @@ def slot_row(request: Request) -> SlotRow:
         max_tokens_total=np.int32(request.max_total_tokens),
         stop_ids=np.array([*stops, *[-1] * (MAX_STOP_IDS - len(stops))], np.int32),
         seed=np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32),
-        temperature=np.float32(p.temperature),
+        temperature=_temperature(p.temperature),
         top_p=np.float32(p.top_p),
         min_p=np.float32(p.min_p),
         top_k=np.int32(max(p.top_k, 0)),
         want_logprob=np.bool_(p.logprobs is not None),
     )
+
+
+def _temperature(value: float) -> np.float32:
+    """In float32, where neither the smallest becomes 0 (greedy) nor the largest infinite."""
+    limits = np.finfo(np.float32)
+    return np.float32(np.clip(value, limits.tiny, limits.max) if value > 0 else 0)
 
 
 def _abstract(x: jax.Array) -> jax.ShapeDtypeStruct:

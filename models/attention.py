@@ -21,6 +21,7 @@ from models.base import Array, page_of
 from models.sharding import partition_spec
 
 _KV_AXES = ("layers", "pages", None, "kv_heads", None)
+_CUDNN_MIN_ROWS = 64  # query positions in a group from which the fused kernel's tiles are filled
 _NEVER = -1e30  # a masked score: finite, so that a row of padding gives numbers, not NaN
 
 
@@ -110,9 +111,16 @@ def _visible(positions: jax.Array, length: int, window: jax.Array) -> jax.Array:
 
 
 def _attend(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array) -> jax.Array:
+    """On a GPU: cuDNN's fused attention for prefill tiles, which never writes the scores; XLA for the few positions of
+    a decode, and for what cuDNN does not take."""
     n, length, heads, group, width = q.shape
+    fused = length >= _CUDNN_MIN_ROWS and q.dtype in (jnp.bfloat16, jnp.float16) and width % 8 == 0 and width <= 128
     out = jax.nn.dot_product_attention(
-        q.reshape(n, length, heads * group, width), k, v, mask=visible[:, None], implementation="xla"
+        q.reshape(n, length, heads * group, width),
+        k,
+        v,
+        mask=visible[:, None],
+        implementation="cudnn" if fused else "xla",
     )
     return out.reshape(q.shape)
 

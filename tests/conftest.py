@@ -1,5 +1,7 @@
 """Shared by all tests: virtual devices, a compilation cache that makes reruns quick, tiny models and their engines."""
 
+# ruff: noqa: E402 (the environment comes before JAX)
+
 from __future__ import annotations
 
 import os
@@ -142,7 +144,7 @@ def compilations() -> Iterator[list[str]]:
 
 @pytest.fixture(scope="session")
 def exact_distribution() -> Callable[..., np.ndarray]:
-    """Probabilities [V], float64, of the token after `logits` [V], by the definitions of the filters, without shortcuts."""
+    """Probabilities [V], float64, of the token after `logits` [V], straight from the definitions of the filters."""
 
     def distribution(
         logits: np.ndarray, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0

@@ -37,15 +37,21 @@ def test_state_is_updated_in_place(programs: list[dict]) -> None:
 
 def test_logits_are_dealt_out_by_one_exchange(programs: list[dict]) -> None:
     for program in programs:
-        exchanged = [c for c in program["collectives"] if c["kind"] == "all-to-all"]
-        assert [c["bytes"] * 8 for c in exchanged] == [program["sizes"]["logits"]]
+        exchanged = [c["bytes"] * 8 for c in program["collectives"] if c["kind"] == "all-to-all"]
+        assert exchanged == ([] if program["name"] == "prefill" else [program["sizes"]["logits"]])
 
 
 def test_nothing_else_is_large(programs: list[dict]) -> None:
     """Two all-reduces a layer of the activations, and no gather of logits, weights or KV."""
+    tokens = {"decode": 64, "verify": 64 * 4, "prefill": 2048}
     for program in programs:
-        activations = 2 * 64 * program["positions"] * 8192
+        activations = 2 * tokens[program["name"]] * 8192
         in_loop = [c for c in program["collectives"] if c["in_loop"]]
         assert [(c["kind"], c["bytes"]) for c in in_loop] == [("all-reduce", activations)] * 2
         others = [c for c in program["collectives"] if not c["in_loop"] and c["kind"] != "all-to-all"]
         assert all(c["bytes"] <= activations for c in others)
+
+
+def test_prefill_attention_is_fused(programs: list[dict]) -> None:
+    prefill = next(program for program in programs if program["name"] == "prefill")
+    assert any("fmha" in kernel for kernel in prefill["kernels"])

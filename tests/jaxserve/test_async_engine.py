@@ -196,7 +196,9 @@ def test_one_bad_prompt_stops_all_before_any_runs(monkeypatch: pytest.MonkeyPatc
     assert llm.generate("a", SamplingParams(n=2, max_tokens=1), use_tqdm=False)[0].outputs[1].text == "a"
 
 
-def test_interrupt_aborts_what_is_outstanding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_aborts_what_is_outstanding(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     core = FakeCore()
     llm = fake_llm(monkeypatch, core)
     interrupted: list[bool] = []
@@ -212,8 +214,9 @@ def test_interrupt_aborts_what_is_outstanding(monkeypatch: pytest.MonkeyPatch) -
     assert interrupted == [False]
     assert core.aborted == ["0", "1"]
     assert not core.running
-    outputs = llm.generate(["c", "d"], SamplingParams(max_tokens=2), use_tqdm=False)
+    outputs = llm.generate(["c", "d"], SamplingParams(max_tokens=2))
     assert [o.outputs[0].text for o in outputs] == ["cc", "dd"], "the engine serves on"
+    assert "2/2" in capsys.readouterr().err.split("\r")[-1], "the ends of the aborted ones are not counted"
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -426,8 +429,8 @@ def test_a_loop_that_is_gone_does_not_hurt_the_others() -> None:
     loop.close()
     other = asyncio.run(collect(engine, "cd", SamplingParams(max_tokens=50)))
     assert other[-1].outputs[0].finish_reason == "length"
-    engine.shutdown()
     assert len(core.aborted) == 1
+    engine.shutdown()
 
 
 def test_the_thread_sleeps_when_there_is_nothing_to_do() -> None:

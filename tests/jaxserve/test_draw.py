@@ -23,6 +23,10 @@ def itself(values: jax.Array, ids: jax.Array) -> jax.Array:
     return jnp.maximum(values, 0.0)
 
 
+draw_weights = jax.jit(partial(draw, weight=itself))
+draw_logits = jax.jit(partial(draw, weight=lambda x, ids: jnp.exp(x)))
+
+
 @partial(jax.jit, static_argnames=("rows", "batches"))
 def draw_many(weights: jax.Array, rows: int, batches: int, first_seed: int = 0) -> jax.Array:
     """rows * batches draws from one row of weights: [batches, rows]."""
@@ -42,12 +46,13 @@ def counts(weights: np.ndarray, rows: int, batches: int) -> np.ndarray:
 
 def p_value(observed: np.ndarray, weights: np.ndarray) -> float:
     """Chi-square of counts against weights; what is expected less than five times is put together."""
+    assert observed[weights == 0].sum() == 0, "drew something of weight zero"
     expected = weights / weights.sum() * observed.sum()
     rare = expected < 5
-    f_obs = np.append(observed[~rare], observed[rare].sum())
-    f_exp = np.append(expected[~rare], expected[rare].sum())
-    keep = f_exp > 0
-    return stats.chisquare(f_obs[keep], f_exp[keep] * f_obs.sum() / f_exp.sum()).pvalue
+    observed = np.append(observed[~rare], observed[rare].sum())
+    expected = np.append(expected[~rare], expected[rare].sum())
+    observed, expected = observed[expected > 0], expected[expected > 0]
+    return 1.0 if len(expected) < 2 else stats.chisquare(observed, expected).pvalue
 
 
 @pytest.mark.parametrize("place", [0, 57, 99])
@@ -65,23 +70,19 @@ def test_all_the_mass_in_the_last_tile(vocab: int) -> None:
     weights = np.zeros(vocab)
     first = (vocab - 1) // 256 * 256
     weights[first:] = np.random.default_rng(vocab).exponential(size=vocab - first)
-    weights[-1] += 0.5
     weights[first::3] = 0
-    observed = counts(weights, rows=32, batches=100_000 // vocab + 20)
-    assert observed.sum() == observed[weights > 0].sum()
-    assert p_value(observed, weights) > 1e-4
+    weights[-1] += 0.5
+    assert p_value(counts(weights, rows=32, batches=100_000 // vocab + 20), weights) > 1e-4
 
 
-@pytest.mark.parametrize("vocab", [1, 2, 255, 257, 8193, 10000])
+@pytest.mark.parametrize("vocab", [1, 2, 257, 8193])
 def test_the_whole_row(vocab: int) -> None:
     weights = np.random.default_rng(vocab).exponential(size=vocab) ** 3
     weights[1::2] = 0
-    rows, batches = (2048, 10) if vocab < 1000 else (256, 16)
-    observed = counts(weights, rows, batches)
-    assert observed.sum() == observed[weights > 0].sum() == rows * batches
-    halves = np.add.reduceat(observed, np.arange(0, vocab, 64)), np.add.reduceat(weights, np.arange(0, vocab, 64))
-    assert p_value(*halves) > 1e-4
+    observed = counts(weights, rows=256, batches=50)
     assert p_value(observed, weights) > 1e-4
+    starts = np.arange(0, vocab, 64)
+    assert p_value(np.add.reduceat(observed, starts), np.add.reduceat(weights, starts)) > 1e-4
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
@@ -90,54 +91,52 @@ def test_scale_means_nothing(scale: float) -> None:
     assert p_value(counts(weights, 10_000, 2), weights) > 1e-4
 
 
-def test_one_token_is_certain_whatever_the_random_words() -> None:
+@pytest.mark.parametrize("vocab", VOCABS[:3])
+def test_one_token_is_certain_whatever_the_random_words(vocab: int) -> None:
     """Also at the ends of the range of uniform numbers, where the running sums say nothing."""
-    extremes = jnp.asarray([[word] * 8 for word in (0, 1, 2**31, 2**32 - 1)], jnp.uint32)
-    for vocab in VOCABS[:3]:
-        for token in (0, vocab // 2, vocab - 1):
-            values = jnp.zeros((4, vocab)).at[:, token].set(0.25)
-            assert draw(values, itself, extremes).tolist() == [token] * 4
+    extremes = np.array([[word] * 8 for word in (0, 1, 2**31, 2**32 - 1)], np.uint32)
+    for token in (0, vocab // 2, vocab - 1):
+        values = np.zeros((4, vocab), np.float32)
+        values[:, token] = 0.25
+        assert draw_weights(values, words=extremes).tolist() == [token] * 4
 
 
 @given(st.lists(st.sampled_from([0.0, 0.0, 1e-20, 1e-7, 0.5, 1.0, 3e5]), min_size=7, max_size=7), st.data())
 @settings(max_examples=200, deadline=None)
 def test_never_a_token_of_weight_zero(weights: list[float], data: st.DataObject) -> None:
     words = data.draw(st.lists(st.sampled_from([0, 1, 2**10, 2**31, 2**32 - 2**10, 2**32 - 1]), min_size=8, max_size=8))
-    token = int(jax.jit(draw, static_argnums=1)(jnp.asarray([weights]), itself, jnp.asarray([words], jnp.uint32))[0])
+    token = int(draw_weights(np.array([weights], np.float32), words=np.array([words], np.uint32))[0])
     assert 0 <= token < len(weights)
     assert weights[token] > 0 or not any(weights)
 
 
 def test_rows_do_not_know_of_each_other() -> None:
     rng = np.random.default_rng(0)
-    values = jnp.asarray(rng.exponential(size=(16, 1000)), jnp.float32)
-    words = jnp.asarray(rng.integers(0, 2**32, (16, 8), dtype=np.uint32))
-    together = draw(values, itself, words)
-    alone = [int(draw(values[i : i + 1], itself, words[i : i + 1])[0]) for i in range(16)]
+    values = rng.exponential(size=(16, 1000)).astype(np.float32)
+    words = rng.integers(0, 2**32, (16, 8), dtype=np.uint32)
+    together = draw_weights(values, words=words)
+    alone = [int(draw_weights(values[i : i + 1], words=words[i : i + 1])[0]) for i in range(16)]
     assert together.tolist() == alone
 
 
-@pytest.mark.parametrize("axis", ["seed", "high", "position", "stream"])
+@pytest.mark.parametrize("axis", ["low", "high", "position", "stream"])
 def test_neighbouring_coordinates_are_independent(axis: str) -> None:
-    """Pairs of draws whose seeds, positions or streams differ by one fill the square evenly."""
+    """Pairs of draws whose seeds (low or high word), positions or streams differ by one fill the square evenly."""
     n = 20_000
-    at = np.arange(n + 1)
-    fixed = np.full(n + 1, 12345)
-    streams = range(2) if axis == "stream" else (0,)
-    drawn = []
-    for stream in streams:
-        seed = np.stack([at if axis == "high" else fixed, at if axis in ("seed", "stream") else fixed], axis=1)
-        position = at if axis == "position" else fixed
-        words = random_words(jnp.asarray(seed, jnp.uint32), jnp.asarray(position, jnp.int32), stream)
-        drawn.append(np.asarray(draw(jnp.ones((n + 1, 16)), itself, words)))
-    first, second = (drawn[0], drawn[-1]) if axis == "stream" else (drawn[0][:-1:2], drawn[0][1::2])
-    table = np.bincount(first * 16 + second, minlength=256)
-    assert stats.chisquare(table).pvalue > 1e-4
+    at, fixed = np.arange(n), np.full(n, 12345)
+    seed = np.stack([at if axis == "high" else fixed, at if axis in ("low", "stream") else fixed], axis=1)
+    words = [
+        jax.jit(random_words, static_argnums=2)(seed.astype(np.uint32), at if axis == "position" else fixed, stream)
+        for stream in (0, 1)
+    ]
+    drawn = [np.asarray(draw_weights(np.ones((n, 16), np.float32), words=w)) for w in words]
+    first, second = drawn if axis == "stream" else (drawn[0][::2], drawn[0][1::2])
+    assert stats.chisquare(np.bincount(first * 16 + second, minlength=256)).pvalue > 1e-4
 
 
 def test_random_words_are_a_pure_function() -> None:
-    seed = jnp.asarray([[1, 2], [3, 4], [1, 2]], jnp.uint32)
-    position = jnp.asarray([5, 6, 5], jnp.int32)
+    seed = np.array([[1, 2], [3, 4], [1, 2]], np.uint32)
+    position = np.array([5, 6, 5], np.int32)
     words = np.asarray(random_words(seed, position, 0))
     assert (words[0] == words[2]).all()
     assert (words[0] != words[1]).any()
@@ -149,10 +148,9 @@ def test_tiles_can_be_summed_exactly(vocab: int) -> None:
     assert -(-vocab // tile_width(vocab)) <= 1024
 
 
-def test_two_levels_agree_with_the_weights_at_any_width(exact_distribution: Callable[..., np.ndarray]) -> None:
-    """Logits through exp, as the sampler uses it: padding of -inf weighs nothing."""
-    logits = np.random.default_rng(5).standard_normal(515).astype(np.float32) * 2
-    words = random_words(jnp.zeros((8192, 2), jnp.uint32), jnp.arange(8192, dtype=jnp.int32), 0)
-    values = jnp.broadcast_to(jnp.asarray(logits), (8192, 515))
-    drawn = np.asarray(draw(values, lambda x, ids: jnp.exp(x), words))
+def test_logits_as_the_sampler_draws_them(exact_distribution: Callable[..., np.ndarray]) -> None:
+    """Through exp; the -inf that pads the row weighs nothing."""
+    logits = 2 * np.random.default_rng(5).standard_normal(515).astype(np.float32)
+    words = np.random.default_rng(6).integers(0, 2**32, (8192, 8), dtype=np.uint32)
+    drawn = np.asarray(draw_logits(np.broadcast_to(logits, (8192, 515)), words=words))
     assert p_value(np.bincount(drawn, minlength=515), exact_distribution(logits)) > 1e-4

@@ -35,13 +35,14 @@ def _survivors(
 
 def survivors(logits: np.ndarray, **settings: Any) -> np.ndarray:
     """bool [R, V]; each setting is a number for all rows or a list with one for each."""
-    rows = len(logits)
-    defaults = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | settings
-    columns = {
-        name: jnp.broadcast_to(jnp.asarray(value, jnp.int32 if name == "top_k" else jnp.float32), (rows,))
-        for name, value in defaults.items()
-    }
-    return np.asarray(_survivors(jnp.asarray(logits, jnp.float32), **columns))
+    defaults = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    return np.asarray(_survivors(np.asarray(logits, np.float32), **columns(len(logits), defaults | settings)))
+
+
+def columns(rows: int, settings: dict[str, Any]) -> dict[str, np.ndarray]:
+    """An array [R] of each setting."""
+    kinds = {"top_k": np.int32, "position": np.int32, "want_logprob": np.bool_}
+    return {name: np.broadcast_to(np.asarray(x, kinds.get(name, np.float32)), rows) for name, x in settings.items()}
 
 
 def check(kept: np.ndarray, logits: np.ndarray, exact: Exact, **settings: float) -> None:
@@ -60,16 +61,16 @@ def check(kept: np.ndarray, logits: np.ndarray, exact: Exact, **settings: float)
     assert (kept >= least).all(), f"{settings}: lost {np.flatnonzero(~kept & least)[:9]} of {least.sum()}"
 
 
-def sample_rows(logits: np.ndarray, **settings: Any) -> Sampled:
+_sample = jax.jit(sample)
+
+
+def sample_rows(logits: Any, **settings: Any) -> Sampled:
     """One sample of each row of [R, V]; each setting is a number for all rows or a list with one for each."""
     rows = len(logits)
-    defaults = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "top_k": 0, "position": 0, "want_logprob": True} | settings
-    kinds = {"top_k": jnp.int32, "position": jnp.int32, "want_logprob": jnp.bool_}
-    columns = {
-        name: jnp.broadcast_to(jnp.asarray(value, kinds.get(name, jnp.float32)), (rows,)) for name, value in defaults.items()
-    }
-    seed = jnp.stack([jnp.arange(rows), jnp.arange(rows)], axis=1).astype(jnp.uint32)
-    return jax.jit(sample)(jnp.asarray(logits), SamplingRows(seed=seed, valid=jnp.ones(rows, bool), **columns))
+    defaults = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "top_k": 0, "position": 0, "want_logprob": True}
+    seed = np.repeat(np.arange(rows, dtype=np.uint32)[:, None], 2, axis=1)
+    settings = columns(rows, defaults | settings)
+    return _sample(logits, SamplingRows(seed=seed, valid=np.ones(rows, bool), **settings))  # type: ignore[arg-type]
 
 
 # ---- filters by their definitions
@@ -96,7 +97,7 @@ def test_short_rows(
 
 
 @pytest.mark.parametrize("spread", [0.01, 1.0, 2.5, 6.0])  # flat rows end in the fallbacks, steep ones among the first
-@pytest.mark.parametrize("vocab", [65, 2000, 50_000])
+@pytest.mark.parametrize("vocab", [65, 2000, 20_000])
 def test_random_rows(exact_distribution: Exact, vocab: int, spread: float) -> None:
     grid: list[dict[str, float]] = [
         {"top_k": top_k, "top_p": top_p, "min_p": min_p}
@@ -110,70 +111,72 @@ def test_random_rows(exact_distribution: Exact, vocab: int, spread: float) -> No
         check(kept[row], logits[row], exact_distribution, **settings_)
 
 
-@pytest.mark.parametrize("spread", [1.0, 2.5])
 @pytest.mark.parametrize(("top_k", "top_p"), [(70, 0.6), (100, 0.55), (1500, 0.5)])
-def test_the_nucleus_is_taken_of_what_top_k_leaves(exact_distribution: Exact, spread: float, top_k: int, top_p: float) -> None:
+def test_the_nucleus_is_taken_of_what_top_k_leaves(exact_distribution: Exact, top_k: int, top_p: float) -> None:
     """top_k beyond the candidates looked at first: the mass that it cuts off must not count."""
-    logits = spread * np.random.default_rng(0).standard_normal((1, 5000)).astype(np.float32)
-    check(survivors(logits, top_k=top_k, top_p=top_p)[0], logits[0], exact_distribution, top_k=top_k, top_p=top_p)
+    spread = np.repeat([0.5, 1.0, 2.0, 2.5], 16)[:, None]
+    logits = (spread * np.random.default_rng(0).standard_normal((64, 2000))).astype(np.float32)
+    for row, kept in zip(logits, survivors(logits, top_k=top_k, top_p=top_p), strict=True):
+        check(kept, row, exact_distribution, top_k=top_k, top_p=top_p)
 
 
 def test_top_p_close_to_one_loses_nothing() -> None:
     logits = np.random.default_rng(0).standard_normal((2, 32_000)).astype(np.float32)
-    assert survivors(logits, top_p=0.9999999).all()
-    assert survivors(logits, top_p=1.0).all()
+    assert survivors(logits, top_p=[0.9999999, 1.0]).all()
 
 
 def test_flat_rows_need_every_tier() -> None:
-    """As many equal logits as candidates and more: the certificate fails, then the next one, then the whole row counts."""
-    logits = np.zeros((6, 5000), np.float32)
-    assert survivors(logits[:1], top_p=0.5).sum() == 2500
-    kept = survivors(logits, top_p=[0.01, 0.1, 0.5, 1.0, 1.0, 1.0], top_k=[0, 0, 0, 2000, 0, 4999], min_p=[0, 0, 0, 0, 1, 0])
-    assert kept.sum(axis=1) == pytest.approx([50, 500, 2500, 2000, 5000, 4999], abs=1)
+    """More equal logits than candidates: a certificate fails, then the next one, then the whole row counts."""
+    nuclei = [(0, 0.01, 0, 20), (0, 0.1, 0, 200), (0, 0.5, 0, 1000)]
+    others = [(1500, 1, 0, 1500), (0, 1, 1, 2000), (1999, 1, 0, 1999)]
+    rows = nuclei + others + [(0, 1, 0, 2000)] * 58
+    top_k, top_p, min_p, counts = (list(column) for column in zip(*rows, strict=True))
+    kept = survivors(np.zeros((64, 2000)), top_k=top_k, top_p=top_p, min_p=min_p)
+    assert kept.sum(axis=1) == pytest.approx(counts, abs=1)
     for row in kept:
         assert row[: row.sum()].all(), "ties go to the lowest ids"
 
 
-@pytest.mark.parametrize("top_k", [1, 2, 63, 64, 65, 1024, 1025, 2999])
-def test_top_k_keeps_exactly_k_with_ties_by_lowest_id(top_k: int) -> None:
-    logits = np.random.default_rng(1).integers(0, 4, (3, 3000)).astype(np.float32)
-    kept = survivors(logits, top_k=top_k)
-    for row, values in zip(kept, logits, strict=True):
-        assert set(np.flatnonzero(row)) == set(np.argsort(-values, kind="stable")[:top_k])
+def test_top_k_keeps_exactly_k_with_ties_by_lowest_id() -> None:
+    top_k = [1, 2, 63, 64, 65, 1024, 1025, 1999] * 8
+    logits = np.random.default_rng(1).integers(0, 4, (64, 2000)).astype(np.float32)
+    for k, row, values in zip(top_k, survivors(logits, top_k=top_k), logits, strict=True):
+        assert set(np.flatnonzero(row)) == set(np.argsort(-values, kind="stable")[:k])
 
 
 def test_top_k_off() -> None:
-    logits = np.random.default_rng(2).standard_normal((5, 300)).astype(np.float32)
-    assert survivors(logits, top_k=[0, -1, 300, 301, 2**31 - 1]).all()
+    logits = np.random.default_rng(2).standard_normal((64, 65)).astype(np.float32)
+    assert survivors(logits, top_k=[0, -1, 65, 66, 2**31 - 1, 0, 0, 0] * 8).all()
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 3, 4])
 def test_zeros_of_either_sign_are_equal(top_k: int) -> None:
-    logits = np.array([[-1.0, -0.0, 0.0, -0.0, 0.0]], np.float32)
+    logits = np.array([[-1.0, -0.0, 0.0, -0.0, 0.0, -1.0, -2.0, -3.0]], np.float32)
     assert np.flatnonzero(survivors(logits, top_k=top_k)[0]).tolist() == [1, 2, 3, 4][:top_k]
 
 
 def test_a_row_does_not_depend_on_its_mates() -> None:
-    rng = np.random.default_rng(3)
-    logits = (rng.standard_normal((8, 3000)) * 2).astype(np.float32)
-    settings_: dict[str, list[float]] = {
-        "top_k": [0, 40, 0, 0, 1500, 0, 3, 200],
-        "top_p": [0.9, 1.0, 1.0, 0.5, 0.99, 0.3, 0.8, 0.6],
-        "min_p": [0.0, 0.0, 0.05, 0.0, 0.0, 0.3, 0.0, 0.001],
+    """Rows that fall through to the last tier do not change those that were certain before."""
+    logits = 2 * np.random.default_rng(3).standard_normal((64, 2000)).astype(np.float32)
+    rows: dict[str, list[float]] = {
+        "top_k": [0, 40, 0, 0, 1500, 0, 3, 200] * 8,
+        "top_p": [0.9, 1.0, 1.0, 0.5, 0.99, 0.3, 0.8, 0.6] * 8,
+        "min_p": [0.0, 0.0, 0.05, 0.0, 0.0, 0.3, 0.0, 0.001] * 8,
     }
-    together = survivors(logits, **settings_)
+    together = survivors(logits, **rows)
     for row in range(8):
-        alone = survivors(logits[row : row + 1], **{name: values[row] for name, values in settings_.items()})
-        assert (alone[0] == together[row]).all()
+        same = {name: values[row] for name, values in rows.items()}
+        alone = survivors(np.broadcast_to(logits[row], logits.shape), **same)
+        assert (alone == together[row]).all()
 
 
 # ---- the sampler
 
 
 def test_greedy_takes_the_lowest_id_among_ties_also_beside_random_rows() -> None:
-    logits = np.random.default_rng(0).integers(0, 3, (64, 1000)).astype(np.float32)
+    logits = np.random.default_rng(0).integers(0, 3, (8, 300)).astype(np.float32)
     best = logits.argmax(axis=1)
-    temperature = np.where(np.arange(64) % 2, 0.0, 1.0)
+    temperature = np.where(np.arange(8) % 2, 0.0, 1.0)
     assert np.asarray(sample_rows(logits, temperature=0.0).token).tolist() == best.tolist()
     mixed = np.asarray(sample_rows(logits, temperature=temperature, top_k=20).token)
     assert (mixed[1::2] == best[1::2]).all()
@@ -182,12 +185,12 @@ def test_greedy_takes_the_lowest_id_among_ties_also_beside_random_rows() -> None
 
 @pytest.mark.parametrize("settings_", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 1e-6}])
 def test_narrow_filters_are_greedy(settings_: dict[str, float]) -> None:
-    logits = np.random.default_rng(1).standard_normal((32, 5000)).astype(np.float32)
+    logits = np.random.default_rng(1).standard_normal((8, 300)).astype(np.float32)
     assert np.asarray(sample_rows(logits, **settings_).token).tolist() == logits.argmax(axis=1).tolist()
 
 
 def test_tiny_temperature_with_large_logits_does_not_overflow() -> None:
-    logits = 1e4 * np.random.default_rng(1).standard_normal((32, 500)).astype(np.float32)
+    logits = 1e4 * np.random.default_rng(1).standard_normal((8, 300)).astype(np.float32)
     for temperature in (1e-6, 1e-30):
         for top_p in (0.9, 1.0):
             result = sample_rows(logits, temperature=temperature, top_p=top_p)
@@ -196,23 +199,23 @@ def test_tiny_temperature_with_large_logits_does_not_overflow() -> None:
 
 
 def test_greedy_ties_at_a_tiny_temperature_are_sampled() -> None:
-    logits = np.zeros((256, 4), np.float32)
-    assert set(np.asarray(sample_rows(logits, temperature=1e-6).token).tolist()) == {0, 1, 2, 3}
+    logits = np.zeros((8, 300), np.float32)
+    assert len(set(np.asarray(sample_rows(logits, temperature=1e-6).token).tolist())) > 4
     assert set(np.asarray(sample_rows(logits, temperature=1e-6, top_k=1).token).tolist()) == {0}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("top_k", [0, 5])
 def test_rows_without_a_distribution_are_reported_alone(temperature: float, top_k: int) -> None:
-    logits = np.random.default_rng(2).standard_normal((6, 300)).astype(np.float32)
+    logits = np.random.default_rng(2).standard_normal((8, 300)).astype(np.float32)
     before = sample_rows(logits, temperature=temperature, top_k=top_k)
     broken = logits.copy()
     broken[1, 7] = np.nan
     broken[3] = -INF
     broken[5] = np.nan
     after = sample_rows(broken, temperature=temperature, top_k=top_k)
-    assert np.asarray(after.finite).tolist() == [True, False, True, False, True, False]
-    for row in (0, 2, 4):
+    assert np.asarray(after.finite).tolist() == [True, False, True, False, True, False, True, True]
+    for row in (0, 2, 4, 6, 7):
         assert int(after.token[row]) == int(before.token[row])
         assert float(after.logprob[row]) == float(before.logprob[row])
 
@@ -228,32 +231,25 @@ def test_infinity_wins(settings_: dict[str, float]) -> None:
 
 
 def test_logprobs_are_those_of_the_raw_distribution(exact_distribution: Exact) -> None:
-    logits = 3 * np.random.default_rng(4).standard_normal((16, 200)).astype(np.float32)
+    logits = 3 * np.random.default_rng(4).standard_normal((8, 300)).astype(np.float32)
     result = sample_rows(logits, temperature=0.3, top_k=4, top_p=0.8)
     expected = [np.log(exact_distribution(row))[int(token)] for row, token in zip(logits, result.token, strict=True)]
     np.testing.assert_allclose(np.asarray(result.logprob), expected, atol=1e-5)
 
 
 def test_half_precision_logits() -> None:
-    logits = np.random.default_rng(5).standard_normal((4, 100)).astype(np.float32)
-    result = sample_rows(jnp.asarray(logits, jnp.bfloat16), temperature=0.0)  # type: ignore[arg-type]
+    logits = jnp.asarray(np.random.default_rng(5).standard_normal((4, 100)), jnp.bfloat16)
+    result = sample_rows(logits, temperature=0.0)
     assert result.logprob.dtype == jnp.float32
-    assert np.asarray(result.token).tolist() == np.asarray(jnp.asarray(logits, jnp.bfloat16).argmax(axis=1)).tolist()
+    assert np.asarray(result.token).tolist() == np.asarray(logits.astype(jnp.float32)).argmax(axis=1).tolist()
 
 
-def test_padding_rows_cost_nothing_and_say_nothing() -> None:
-    """A batch whose only random row is padding is as greedy as without it."""
-    logits = np.random.default_rng(6).standard_normal((2, 50)).astype(np.float32)
-    rows = SamplingRows(
-        temperature=jnp.asarray([0.0, 1.0]),
-        top_p=jnp.ones(2),
-        min_p=jnp.zeros(2),
-        top_k=jnp.zeros(2, jnp.int32),
-        seed=jnp.zeros((2, 2), jnp.uint32),
-        position=jnp.zeros(2, jnp.int32),
-        want_logprob=jnp.asarray([False, True]),
-        valid=jnp.asarray([True, False]),
-    )
-    result = jax.jit(sample)(jnp.asarray(logits), rows)
-    assert int(result.token[0]) == int(logits[0].argmax())
-    assert np.asarray(result.logprob).tolist() == [0.0, 0.0]
+def test_padding_rows_change_nothing() -> None:
+    """A batch whose only random row is padding is as greedy as without it, and computes no log-probabilities."""
+    logits = np.random.default_rng(6).standard_normal((8, 300)).astype(np.float32)
+    settings_ = columns(8, {"temperature": [0, 1] * 4, "top_p": 1, "min_p": 0, "top_k": 0, "position": 0})
+    padding = np.array([False, True] * 4)
+    seed = np.zeros((8, 2), np.uint32)
+    result = _sample(logits, SamplingRows(seed=seed, valid=~padding, want_logprob=padding, **settings_))  # type: ignore[arg-type]
+    assert np.asarray(result.token)[::2].tolist() == logits.argmax(axis=1)[::2].tolist()
+    assert np.asarray(result.logprob).tolist() == [0.0] * 8

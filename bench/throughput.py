@@ -1,0 +1,208 @@
+"""Output tokens per second of jaxserve and its peers on one machine, in one run, taking turns.
+
+    python bench/throughput.py                                    jaxserve alone, on the demo model
+    python bench/throughput.py --hf DIR --vllm PYTHON --transformers PYTHON       with peers (see bench/peers)
+
+--hf writes the demo model there as a Hugging Face folder (bfloat16 safetensors) where it does not exist yet. Every
+peer gets the same prompts (about 36 tokens of chat each), makes 64 tokens of each, and is asked in turn, round after
+round; the table holds medians. The second table says where jaxserve's step goes, and what memory and arithmetic would
+allow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve import LLM, SamplingParams
+from jaxserve.config import bucket
+from models.gguf import demo_model_path
+
+HERE = Path(__file__).parent
+QUESTIONS = [
+    "Name three primary colors.", "Write a haiku about the sea.", "What is 17 + 25?", "Who wrote Hamlet?",
+    "Give me a recipe for bread.", "Why is the sky blue?", "Describe a sunny day.", "What do bees eat?",
+]  # fmt: skip
+SAMPLING: dict[str, dict[str, float]] = {"greedy": {"temperature": 0.0}, "top_p": {"temperature": 1.0, "top_p": 0.9}}
+
+
+class Ours:
+    def __init__(self, prompts: list[list[int]], dtype: str, max_num_seqs: int) -> None:
+        self.prompts = prompts
+        self.llm = LLM(demo_model_path(), dtype=dtype, max_model_len=512, max_num_seqs=max_num_seqs,
+                       enable_prefix_caching=False)  # fmt: skip
+        started = time.perf_counter()
+        self.llm.warmup()
+        self.warmup_seconds = time.perf_counter() - started
+
+    def ask(self, batch: int, tokens: int, sampling: str) -> float:
+        params = SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False, **SAMPLING[sampling])
+        prompts = [self.prompts[i % len(self.prompts)] for i in range(batch)]
+        started = time.perf_counter()
+        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        seconds = time.perf_counter() - started
+        return sum(len(o.outputs[0].token_ids) for o in outputs) / seconds
+
+
+class Peer:
+    """Another engine, behind a line protocol (bench/peers/README.md)."""
+
+    def __init__(self, python: str, script: str, hf: Path, prompts: Path, batches: list[int], tokens: int) -> None:
+        command = [python, str(HERE / "peers" / script), "--model", str(hf), "--prompts", str(prompts)]
+        command += ["--tokens", str(tokens), "--sampling", *SAMPLING, "--batch", *map(str, batches)]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        if self._read().strip() != "ready":
+            raise RuntimeError(f"{script} did not start")
+
+    def ask(self, batch: int, tokens: int, sampling: str) -> float:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"batch": batch, "tokens": tokens, "sampling": sampling}) + "\n")
+        self.process.stdin.flush()
+        return float(json.loads(self._read())["tokens_per_s"])
+
+    def _read(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline()
+
+
+def chat_prompts(llm_tokenizer: Any) -> list[list[int]]:
+    return [
+        llm_tokenizer.apply_chat_template(
+            [{"role": "user", "content": q}], add_generation_prompt=True, return_dict=False
+        )
+        for q in QUESTIONS
+    ]
+
+
+def breakdown(ours: Ours, batch: int, context: int) -> dict[str, float]:
+    """Milliseconds of one greedy decode step at full context: the whole program, the model up to lm_head, lm_head and
+    sampling, and the two floors."""
+    runner = ours.llm.engine.runner
+    b = runner._buckets
+    slots, pages = bucket(b.slots, batch), bucket(b.pages, -(-context // 16))
+    model, params, cache, state = runner._model, runner.params, runner._cache, runner._batch
+    run = np.ones(slots, bool)
+    step = runner.programs["decode", slots, pages]
+    hidden = jnp.zeros((slots, model.config.hidden_size), jnp.float32)
+    head = jax.jit(model.logits)
+
+    def whole() -> Any:
+        nonlocal cache, state
+        cache, state, out = step(params, cache, state, run)
+        return out
+
+    times = {"step": _median_ms(whole), "lm_head": _median_ms(lambda: head(params, hidden))}
+    runner._cache, runner._batch = cache, state
+    weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
+    kv = slots * pages * model.kv_bytes_per_block(16)
+    flops = 2 * slots * sum(x.size for x in jax.tree.leaves(params) if x.ndim > 1)
+    times |= {"weights_mb": weights / 1e6, "kv_mb": kv / 1e6, "gflop": flops / 1e9}
+    times["floor_bytes"] = (weights + kv) / _bandwidth() * 1e3
+    return times
+
+
+def _median_ms(call: Callable[[], Any], repeats: int = 15) -> float:
+    jax.block_until_ready(call())
+    samples = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        jax.block_until_ready(call())
+        samples.append(time.perf_counter() - started)
+    return statistics.median(samples) * 1e3
+
+
+def _bandwidth() -> float:
+    """Bytes a second of reading 512 MB, measured with a sum."""
+    x = jnp.ones((128, 1 << 20), jnp.float32)
+    total = jax.jit(lambda x: x.sum(axis=1))
+    return x.nbytes / (_median_ms(lambda: total(x), 5) / 1e3)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--hf", type=Path, help="Hugging Face folder of the demo model, for peers; made if missing")
+    parser.add_argument("--vllm", help="python of vLLM's environment")
+    parser.add_argument("--transformers", help="python of transformers' environment")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    args = parser.parse_args()
+
+    ours = Ours([[1]], args.dtype, max(64, *args.batch))
+    ours.prompts = chat_prompts(ours.llm.get_tokenizer())
+    engines: dict[str, Any] = {"jaxserve": ours}
+    with tempfile.TemporaryDirectory() as folder:
+        prompts = Path(folder) / "prompts.json"
+        prompts.write_text(json.dumps(ours.prompts))
+        if args.hf and not args.hf.exists():
+            from export_hf import export
+
+            export(args.hf)
+        for name in ("vllm", "transformers"):
+            if python := getattr(args, name):
+                engines[name] = Peer(python, f"{name}_throughput.py", args.hf, prompts, args.batch, args.tokens)
+        cases = [(s, b) for s in SAMPLING for b in args.batch]
+        results: dict[tuple[str, str, int], list[float]] = {}
+        for sampling, batch in cases:
+            for _ in range(args.rounds):
+                for name, engine in engines.items():
+                    rate = engine.ask(batch, args.tokens, sampling)
+                    results.setdefault((name, sampling, batch), []).append(rate)
+    report(ours, engines, cases, {k: statistics.median(v) for k, v in results.items()}, args)
+
+
+def report(
+    ours: Ours,
+    engines: dict[str, Any],
+    cases: list[tuple[str, int]],
+    rates: dict[tuple[str, str, int], float],
+    args: Any,
+) -> None:
+    model = ours.llm.engine.model
+    print(f"\nSmolLM2-135M, {args.tokens} tokens of each prompt, jaxserve in {model.dtype}, jax {jax.__version__}; output "
+          f"tokens/s, median of {args.rounds}; warm-up {ours.warmup_seconds:.0f} s")  # fmt: skip
+    names = list(engines)
+    print(f"{'':<10}{'B':>4}" + "".join(f"{n:>14}" for n in names) + "".join(f"{'/ ' + n:>16}" for n in names[1:]))
+    for sampling, batch in cases:
+        row = [rates[n, sampling, batch] for n in names]
+        ratios = "".join(f"{row[0] / x:>16.2f}" for x in row[1:])
+        print(f"{sampling:<10}{batch:>4}" + "".join(f"{x:>14.1f}" for x in row) + ratios)
+
+    print("\nOne greedy decode step at 100 tokens of context, ms")
+    print(
+        f"{'B':>4}{'step':>8}{'lm_head':>9}{'weights MB':>12}{'KV MB':>8}{'GFLOP':>8}{'bytes floor':>13}{'GFLOP/s':>9}"
+    )
+    for batch in args.batch:
+        t = breakdown(ours, batch, 100)
+        rate = t["gflop"] / (t["step"] / 1e3)
+        print(f"{batch:>4}{t['step']:>8.1f}{t['lm_head']:>9.1f}{t['weights_mb']:>12.0f}{t['kv_mb']:>8.1f}"
+              f"{t['gflop']:>8.2f}{t['floor_bytes']:>13.1f}{rate:>9.0f}")  # fmt: skip
+
+    before = ours.llm.stats()
+    ours.ask(64, args.tokens, "top_p")
+    after = ours.llm.stats()
+    steps = after.num_steps - before.num_steps
+    host = (after.host_seconds - before.host_seconds) / steps * 1e3
+    print(f"\nHost work per step at 64 running requests, admission included: {host:.2f} ms over {steps} steps; "
+          f"programs compiled while serving: {after.compilations}")  # fmt: skip
+    if args.json:
+        args.json.write_text(json.dumps({"/".join(map(str, k)): v for k, v in rates.items()}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
