@@ -215,6 +215,7 @@ class _Meter:
 
 def _load(args: argparse.Namespace) -> EngineCore:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("USE_TORCH", "0")  # transformers would import it for seconds where it is installed
     from jaxserve.config import EngineConfig
     from jaxserve.engine import EngineCore
 

@@ -12,8 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
+
+try:
+    import gguf
+except ModuleNotFoundError as error:
+    hint = "reading .gguf files needs the package gguf: pip install 'jaxserve[demo]'"
+    raise ModuleNotFoundError(hint, name="gguf") from error
 
 from models.checkpoint import missing_tensor
 from models.config import ARCHITECTURES

@@ -9,7 +9,8 @@ import transformers
 from tokenizers import pre_tokenizers
 
 from models.gguf import demo_model_path
-from models.tokenizer import _STYLES, load_tokenizer
+from models.gguf_tokenizer import _STYLES
+from models.tokenizer import load_tokenizer
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "smollm2.json").read_text(encoding="utf-8"))
 TOKEN = gguf.TokenType
