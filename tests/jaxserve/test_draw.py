@@ -148,6 +148,12 @@ def test_tiles_can_be_summed_exactly(vocab: int) -> None:
     assert -(-vocab // tile_width(vocab)) <= 1024
 
 
+def test_a_vocabulary_that_is_too_large_is_refused() -> None:
+    words = jax.ShapeDtypeStruct((1, 8), jnp.uint32)
+    with pytest.raises(ValueError, match=f"{MAX_VOCAB + 1}.*{MAX_VOCAB}"):
+        jax.eval_shape(draw_weights, jax.ShapeDtypeStruct((1, MAX_VOCAB + 1), jnp.float32), words=words)
+
+
 def test_logits_as_the_sampler_draws_them(exact_distribution: Callable[..., np.ndarray]) -> None:
     """Through exp; the -inf that pads the row weighs nothing."""
     logits = 2 * np.random.default_rng(5).standard_normal(515).astype(np.float32)

@@ -1,4 +1,4 @@
-"""The engine as a whole: whatever else is going on, a request gets the tokens it gets alone, and pays its pages back."""
+"""The engine as a whole: whatever else goes on, a request gets the tokens it gets alone, and pays its pages back."""
 
 from __future__ import annotations
 
@@ -102,6 +102,7 @@ def mixed_traffic(vocab: int, count: int = 64) -> list[Arrival]:
 
 ENGINES = ["markov", "llama"]
 CROWDED = {"max_num_seqs": 16, "num_blocks": 60, "block_size": 4, "max_num_batched_tokens": 112}
+SMALL = {"max_num_seqs": 4, "num_blocks": 30, "block_size": 4, "max_num_batched_tokens": 70, "max_model_len": 100}
 SOLITARY = {"max_num_seqs": 1, "block_size": 4, "enable_prefix_caching": False, "max_num_batched_tokens": 160}
 
 
@@ -168,10 +169,10 @@ def test_random_traffic(pairs: Any, generate: Generate, arrivals: list[Arrival])
     [
         {"enable_chunked_prefill": False, "max_num_batched_tokens": None},
         {"long_prefill_token_threshold": 10},
-        {"block_size": 5, "num_blocks": 48},
+        {"block_size": 5, "num_blocks": 24},
         {"scheduling_policy": "priority"},
-        {"enable_prefix_caching": False, "max_num_seqs": 3},
-        {"max_model_len": 101, "block_size": 7, "num_blocks": 40},
+        {"enable_prefix_caching": False},
+        {"max_model_len": 101, "block_size": 7, "num_blocks": 17},
     ],
     ids=lambda config: next(iter(config)),
 )
@@ -179,20 +180,21 @@ def test_configurations_change_nothing(
     pairs: Any, make_engine: MakeEngine, generate: Generate, compilations: list[str], config: dict[str, Any]
 ) -> None:
     _, alone = pairs("markov")
-    engine = make_engine(alone.model, **(CROWDED | config))
+    engine = make_engine(alone.model, **(SMALL | config))
     engine.warmup(progress=False)
     arrivals = [a for a in mixed_traffic(32, 24) if len(a.prompt) + (a.params.max_tokens or 0) < 100]
     del compilations[:]
     served = serve(engine, arrivals)
     assert compilations == []
     assert engine.num_compilations == 0
+    assert engine.stats().scheduler.num_preemptions > 0
     check_no_leak(engine)
     check_alone(alone, generate, arrivals, served)
 
 
 def test_warmup_covers_the_longest_requests(make_engine: MakeEngine, alphabet: Any, compilations: list[str]) -> None:
     """Every prompt length, and outputs up to the last position; nothing is compiled."""
-    engine = make_engine(alphabet, max_num_seqs=5, max_model_len=100, block_size=8)
+    engine = make_engine(alphabet, max_num_seqs=5, max_model_len=100, block_size=8, max_num_batched_tokens=70)
     engine.warmup(progress=False)
     del compilations[:]
     params = SamplingParams(max_tokens=None, temperature=0, ignore_eos=True)
@@ -204,10 +206,8 @@ def test_warmup_covers_the_longest_requests(make_engine: MakeEngine, alphabet: A
     check_no_leak(engine)
 
 
-def test_programs_compiled_while_serving_are_counted(
-    make_engine: MakeEngine, alphabet: Any, generate: Generate
-) -> None:
-    engine = make_engine(alphabet)
+def test_programs_compiled_while_serving_are_counted(make_engine: MakeEngine, pairs: Any, generate: Generate) -> None:
+    engine = make_engine(pairs("markov")[1].model, **SOLITARY)
     generate(engine, [1, 2], max_tokens=3)
     assert engine.num_compilations > 0
 
@@ -234,11 +234,11 @@ def test_other_seeds_give_other_tokens(pairs: Any, generate: Generate) -> None:
     assert len(outputs) == len(seeds)
 
 
-def test_requests_without_a_seed_differ_and_can_be_repeated(
-    make_engine: MakeEngine, pairs: Any, generate: Generate
-) -> None:
+def test_requests_without_a_seed(make_engine: MakeEngine, pairs: Any, generate: Generate) -> None:
+    """They differ among each other, and are the same when the engine is made again."""
+
     def run(seed: int) -> list[list[int]]:
-        engine = make_engine(pairs("markov")[1].model, seed=seed, max_num_seqs=1)
+        engine = make_engine(pairs("markov")[1].model, seed=seed, **SOLITARY)
         return [generate(engine, [3], max_tokens=20, ignore_eos=True).outputs[0].token_ids for _ in range(3)]
 
     first, again, other = run(0), run(0), run(1)
@@ -401,9 +401,8 @@ def test_shutdown_in_the_middle(make_engine: MakeEngine, alphabet: Any) -> None:
 @pytest.mark.parametrize(
     ("length", "cached"), [(15, 0), (16, 0), (17, 16), (32, 16), (33, 32), (48, 32), (49, 48), (55, 48)]
 )
-def test_cached_tokens_of_the_same_prompt_twice(
-    speller: EngineCore, generate: Generate, length: int, cached: int
-) -> None:
+def test_cached_tokens(speller: EngineCore, generate: Generate, length: int, cached: int) -> None:
+    """Of a prompt that comes a second time: whole pages, and never the last token."""
     prompt = [(length + 7 * i) % 26 for i in range(length)]  # none is the beginning of another
     keywords: dict[str, Any] = {"temperature": 0, "max_tokens": 3, "ignore_eos": True}
     first, second = generate(speller, prompt, **keywords), generate(speller, prompt, **keywords)
@@ -435,7 +434,7 @@ def test_prefix_caching_can_be_off(make_engine: MakeEngine, alphabet: Any, gener
 def test_hidden_states_at_page_boundaries(make_engine: MakeEngine, make_llama: Any, generate: Generate) -> None:
     """Also of pages that a decode filled, and of those that a second request found in the cache."""
     model = make_llama()
-    engine = make_engine(model, keep_boundary_hidden=True, block_size=4, max_model_len=64, max_num_seqs=2)
+    engine = make_engine(model, keep_boundary_hidden=True, block_size=4, max_model_len=64, max_num_seqs=1)
     prompt = [(5 * i + 1) % 256 for i in range(21)]
     generate(engine, prompt, max_tokens=2, temperature=0, ignore_eos=True)
     engine.add_request("x", prompt, SamplingParams(max_tokens=20, temperature=0, ignore_eos=True))
@@ -449,9 +448,8 @@ def test_hidden_states_at_page_boundaries(make_engine: MakeEngine, make_llama: A
     tokens = jnp.asarray([request.token_ids], jnp.int32)
     positions, table = jnp.arange(tokens.shape[1])[None], jnp.arange(1, 17)[None]
     inputs = ForwardInputs(tokens, positions, table)
-    hidden, _ = jax.jit(lambda p, kv: model.forward(p, kv, inputs, None))(
-        engine.runner.params, model.init_kv(17, 4, None)
-    )
+    forward = jax.jit(lambda params, kv: model.forward(params, kv, inputs, None)[0])
+    hidden = forward(engine.runner.params, model.init_kv(17, 4, None))
     np.testing.assert_allclose(found, np.asarray(hidden)[0, 3::4][: len(pages)], atol=1e-4)
     assert len(pages) == 8
 
