@@ -64,9 +64,12 @@ class EngineConfig:
             _integer("num_blocks", self.num_blocks, 2)
         _integer("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
         _integer("seed", self.seed, -(2**63))
+        for name in ("enable_prefix_caching", "enable_chunked_prefill", "keep_boundary_hidden"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be True or False")
         for name, low, high in (("kv_cache_memory_fraction", 0.0, 1.0), ("watermark", 0.0, 0.5)):
             value = getattr(self, name)
-            if not isinstance(value, int | float) or not low <= value <= high:
+            if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
                 raise ValueError(f"{name} is {value!r}; it must be a number in [{low}, {high}]")
 
 

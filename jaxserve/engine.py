@@ -156,13 +156,16 @@ class EngineCore:
         Raises ValueError before anything is queued.
         """
         text, token_ids = self.validate(prompt, params)
-        if request_id in self._outputs:
-            raise ValueError(f"request_id {request_id!r} is in use by an unfinished request")
+        _check_request(request_id, priority, cache_salt)
+        names = [request_id] if params.n == 1 else [f"{request_id}#{index}" for index in range(params.n)]
+        for name in (request_id, *names):
+            if name in self._outputs:
+                raise ValueError(f"request_id {name!r} is in use by an unfinished request")
         arrival = time.time() if arrival_time is None else arrival_time
         seed = params.seed if params.seed is not None else _derive(self.config.seed, self._num_requests)
         requests = [
             Request(
-                request_id=request_id if params.n == 1 else f"{request_id}#{index}",
+                request_id=name,
                 prompt_token_ids=token_ids,
                 sampling_params=params,
                 max_model_len=self.max_model_len,
@@ -172,7 +175,7 @@ class EngineCore:
                 cache_salt=cache_salt,
                 seed=seed if index == 0 else _derive(seed, index),
             )
-            for index in range(params.n)
+            for index, name in enumerate(names)
         ]
         for request in requests:  # the first is refused if any is: they differ in nothing that is checked
             self.scheduler.add_request(request)
@@ -184,7 +187,7 @@ class EngineCore:
     def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, dict):
             if len(prompt.keys() & {"prompt", "prompt_token_ids"}) != 1 or len(prompt) != 1:
-                raise ValueError(f"prompt has the keys {sorted(prompt)}; it must have one: prompt or prompt_token_ids")
+                raise ValueError(f"prompt has the keys {list(prompt)}; it must have one: prompt or prompt_token_ids")
             (prompt,) = prompt.values()
         if isinstance(prompt, str):
             if self.tokenizer is None:
@@ -267,6 +270,16 @@ class EngineCore:
         if self._in_flight is not None:
             self.runner.collect(self._in_flight)
             self._in_flight = None
+
+
+def _check_request(request_id: str, priority: int, cache_salt: str | None) -> None:
+    """What is not seen until the request is scheduled, when it is too late to refuse it."""
+    if not isinstance(request_id, str):
+        raise ValueError(f"request_id is {request_id!r}; it must be a string")
+    if not isinstance(priority, int) or isinstance(priority, bool):
+        raise ValueError(f"priority is {priority!r}; it must be an integer")
+    if cache_salt is not None and not isinstance(cache_salt, str):
+        raise ValueError(f"cache_salt is {cache_salt!r}; it must be a string or None")
 
 
 def _derive(seed: int, index: int) -> int:

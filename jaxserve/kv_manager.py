@@ -15,7 +15,7 @@ _HASH_BYTES = 16
 
 def root_hash(cache_salt: str | None) -> bytes:
     """Parent of a request's first block. Requests with different salts share nothing."""
-    return blake2b((cache_salt or "").encode(), digest_size=_HASH_BYTES).digest()
+    return blake2b((cache_salt or "").encode(errors="surrogatepass"), digest_size=_HASH_BYTES).digest()
 
 
 def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:

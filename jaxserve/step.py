@@ -188,7 +188,7 @@ def verify(sampled: Sampled, drafts: jax.Array, used: jax.Array) -> tuple[jax.Ar
     right = jnp.cumprod((drafts == drawn[:, :-1]) & used[:, 1:], axis=1).astype(bool)  # [B, K]
     reached = used & jnp.concatenate([jnp.ones((b, 1), bool), right], axis=1)
     sound = jnp.cumprod(fine | ~reached, axis=1).astype(bool)
-    return jnp.where(reached & sound, drawn, -1), jnp.all(fine | ~reached, axis=1)
+    return jnp.where(reached & sound, drawn, -1), fine[:, 0] | ~used[:, 0]
 
 
 def _stop(tokens: jax.Array, rows: Any, finite: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -66,6 +66,11 @@ def paged_attention(
     """
 
     def local(q, k, v, pool_k, pool_v, layer, positions, block_tables, window):
+        # A masked score costs nothing, a masked value does: 0 * NaN is NaN. So values in the pool are always finite,
+        # and a value that is not makes its key NaN, which whoever sees it notices.
+        k, v = k.astype(dtype), v.astype(dtype)
+        finite = jnp.isfinite(v).all(-1, keepdims=True)
+        k, v = jnp.where(finite, k, jnp.nan), jnp.where(finite, v, 0)
         pool_k = _store(pool_k, k, layer, positions, block_tables, dtype)
         pool_v = _store(pool_v, v, layer, positions, block_tables, dtype)
         keys = _decode(_pages(pool_k, layer, block_tables), dtype)  # [N, P*C, H, E]

@@ -53,6 +53,8 @@ def draw(values: jax.Array, weight: Weight, words: jax.Array) -> jax.Array:
     Returns [R] int32; never an id of weight 0 unless the whole row is.
     """
     vocab = values.shape[1]
+    if vocab > MAX_VOCAB:
+        raise ValueError(f"vocabulary has {vocab} entries; a draw takes at most {MAX_VOCAB}")
     width = tile_width(vocab)
     count = -(-vocab // width)
     if count * width != vocab:

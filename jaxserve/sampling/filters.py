@@ -75,7 +75,8 @@ class _Rows(NamedTuple):
 def _among(rows: _Rows, size: int) -> tuple[Threshold, jax.Array]:
     """The threshold by the `size` largest logits, and whether they prove it."""
     vocab = rows.logits.shape[1]
-    values, ids = jax.lax.top_k(rows.logits, size)  # equal values: lowest id first
+    plain = jnp.where(rows.logits == 0, 0.0, rows.logits)  # top_k puts 0.0 before -0.0
+    values, ids = jax.lax.top_k(plain, size)  # equal values: lowest id first
     z = rows.scaled(values)
     floor = jnp.log(rows.min_p)[:, None]  # -inf where off
     whole = size == vocab
@@ -93,7 +94,7 @@ def _among(rows: _Rows, size: int) -> tuple[Threshold, jax.Array]:
     behind = jnp.zeros_like(rows.top_p) if whole else _mass_behind(rows, values[:, -1], ids[:, -1], nucleus & ~known)
     tail = jnp.flip(jnp.cumsum(jnp.flip(weight, 1), axis=1), 1) + behind[:, None]
     kept = jnp.sum((tail > (1 - rows.top_p)[:, None] * tail[:, :1]) & (weight > 0), axis=1)
-    certain = rows.off | known | (nucleus & (kept < size))
+    certain = rows.off | known | (nucleus & (kept < size) & (limit == vocab))  # the mass behind knows no top_k
 
     last = jnp.where(nucleus, jnp.clip(kept, 1, count), count)[:, None] - 1
     value = jnp.take_along_axis(values, last, axis=1)[:, 0]

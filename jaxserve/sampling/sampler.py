@@ -91,4 +91,4 @@ def _sample_random(logits: jax.Array, top: jax.Array, rows: SamplingRows, random
 def _logprob(logits: jax.Array, token: jax.Array) -> jax.Array:
     """log softmax(logits)[token]."""
     chosen = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
-    return chosen - jax.nn.logsumexp(logits, axis=-1)
+    return jnp.where(chosen == jnp.inf, 0.0, chosen - jax.nn.logsumexp(logits, axis=-1))

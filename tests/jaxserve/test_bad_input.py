@@ -297,7 +297,7 @@ def test_keys_and_values_that_are_no_numbers_hurt_nobody_else(
 ) -> None:
     """A token whose embedding is broken leaves NaN in its pages. Neighbours, and whoever gets those pages
     next, must not notice: masking scores is not enough where 0 * NaN is NaN."""
-    engine = make_engine(make_llama(), max_num_seqs=4, max_model_len=64, num_blocks=9)
+    engine = make_engine(make_llama(), max_num_seqs=4, max_model_len=64, num_blocks=9, max_num_batched_tokens=68)
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     expected = generate(engine, [1, 2, 3], params).outputs[0].token_ids
     weights = engine.runner.params

@@ -101,9 +101,9 @@ def mixed_traffic(vocab: int, count: int = 64) -> list[Arrival]:
 
 
 ENGINES = ["markov", "llama"]
-CROWDED = {"max_num_seqs": 16, "num_blocks": 60, "block_size": 4, "max_num_batched_tokens": 112}
+CROWDED = {"max_num_seqs": 8, "num_blocks": 40, "block_size": 4, "max_num_batched_tokens": 72}
 SMALL = {"max_num_seqs": 4, "num_blocks": 30, "block_size": 4, "max_num_batched_tokens": 70, "max_model_len": 100}
-SOLITARY = {"max_num_seqs": 1, "block_size": 4, "enable_prefix_caching": False, "max_num_batched_tokens": 160}
+SOLITARY = {"max_num_seqs": 1, "block_size": 4, "enable_prefix_caching": False, "max_num_batched_tokens": 64}
 
 
 @pytest.fixture(scope="module")
@@ -167,9 +167,8 @@ def test_random_traffic(pairs: Any, generate: Generate, arrivals: list[Arrival])
 @pytest.mark.parametrize(
     "config",
     [
-        {"enable_chunked_prefill": False, "max_num_batched_tokens": None},
+        {"enable_chunked_prefill": False, "max_num_batched_tokens": 132},
         {"long_prefill_token_threshold": 10},
-        {"block_size": 5, "num_blocks": 24},
         {"scheduling_policy": "priority"},
         {"enable_prefix_caching": False},
         {"max_model_len": 101, "block_size": 7, "num_blocks": 17},
@@ -424,6 +423,13 @@ def test_cache_salts_share_nothing(speller: EngineCore, drive: Drive) -> None:
         speller.add_request(name, prompt, SamplingParams(max_tokens=2), cache_salt=salt)
         cached |= {name: output.num_cached_tokens for name, output in drive(speller).items()}
     assert cached == {"a": 0, "b": 0, "c": 32, "d": 0}
+
+
+def test_a_cache_salt_that_is_no_valid_unicode(make_engine: MakeEngine, alphabet: Any, drive: Drive) -> None:
+    """JSON can spell half a surrogate pair."""
+    engine = make_engine(alphabet)
+    engine.add_request("x", [1] * 20, SamplingParams(max_tokens=2), cache_salt="\ud800")
+    assert drive(engine)["x"].finished
 
 
 def test_prefix_caching_can_be_off(make_engine: MakeEngine, alphabet: Any, generate: Generate) -> None:

@@ -24,7 +24,10 @@ def expected(model, tokens):
 
 
 def run(model, tokens, calls, tables, mesh=None):
-    """Logits [requests, length, V] of `tokens` [requests, length]. A call lists groups (request, start, count, width)."""
+    """Logits [requests, length, V] of `tokens` [requests, length].
+
+    A call is a list of groups (request, first position, count, width).
+    """
     params, kv = model.load_params(mesh), model.init_kv(int(np.max(tables)) + 1, PAGE, mesh)
     result = np.full((*np.shape(tokens), V), np.nan, np.float32)
     forward = jax.jit(model.forward, static_argnums=3)
@@ -114,7 +117,9 @@ def test_members():
     assert hash(model) == hash(MarkovLM(table(2), max_model_len=99, eos_token_ids=(3, 4)))
 
 
-@pytest.mark.parametrize("shape", [(), (V,), (V, V + 1), (V, V, V), (V + 2, V, V), (V + 1, V + 1, V), (1, V + 1, V, V), (0,)])
+@pytest.mark.parametrize(
+    "shape", [(), (V,), (V, V + 1), (V, V, V), (V + 2, V, V), (V + 1, V + 1, V), (1, V + 1, V, V), (0,)]
+)
 def test_misshapen_tables_are_refused(shape):
     with pytest.raises(ValueError, match=r"table has shape .*; expected \[V, V\] or \[V \+ 1, V, V\]") as error:
         MarkovLM(np.zeros(shape, np.float32))
