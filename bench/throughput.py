@@ -91,9 +91,9 @@ def breakdown(ours: Ours, batch: int, context: int) -> dict[str, float]:
     """Milliseconds of one greedy decode step at full context: the whole program, the model up to lm_head, lm_head and
     sampling, and the two floors."""
     runner = ours.llm.engine.runner
-    b = runner._buckets
+    b = runner.buckets
     slots, pages = bucket(b.slots, batch), bucket(b.pages, -(-context // 16))
-    model, params, cache, state = runner._model, runner.params, runner._cache, runner._batch
+    model, params, cache, state = runner.model, runner.params, runner.cache, runner.batch
     run = np.ones(slots, bool)
     step = runner.programs["decode", slots, pages]
     hidden = jnp.zeros((slots, model.config.hidden_size), jnp.float32)
@@ -105,7 +105,7 @@ def breakdown(ours: Ours, batch: int, context: int) -> dict[str, float]:
         return out
 
     times = {"step": _median_ms(whole), "lm_head": _median_ms(lambda: head(params, hidden))}
-    runner._cache, runner._batch = cache, state
+    runner.cache, runner.batch = cache, state
     weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
     kv = slots * pages * model.kv_bytes_per_block(16)
     flops = 2 * slots * sum(x.size for x in jax.tree.leaves(params) if x.ndim > 1)
@@ -174,8 +174,8 @@ def report(
     args: Any,
 ) -> None:
     model = ours.llm.engine.model
-    print(f"\nSmolLM2-135M, {args.tokens} tokens of each prompt, jaxserve in {model.dtype}, jax {jax.__version__}; output "
-          f"tokens/s, median of {args.rounds}; warm-up {ours.warmup_seconds:.0f} s")  # fmt: skip
+    print(f"\nSmolLM2-135M, {args.tokens} tokens of each prompt; jaxserve in {model.dtype} on jax {jax.__version__}")
+    print(f"output tokens/s, median of {args.rounds} rounds; warm-up {ours.warmup_seconds:.0f} s")
     names = list(engines)
     print(f"{'':<10}{'B':>4}" + "".join(f"{n:>14}" for n in names) + "".join(f"{'/ ' + n:>16}" for n in names[1:]))
     for sampling, batch in cases:

@@ -41,7 +41,7 @@ def _check_models_package() -> None:
     spec = find_spec("models")
     where = list(spec.submodule_search_locations or []) if spec else []
     if not any(_is_ours(path) for path in where):
-        found = spec.origin if spec else "nothing"
+        found = (spec.origin or ", ".join(where)) if spec else "nothing"
         raise ImportError(
             f"jaxserve needs its own package `models`, but Python finds {found} under that name: "
             "rename that module, or put jaxserve's install directory before it on sys.path"

@@ -64,6 +64,8 @@ class EngineConfig:
             _integer("num_blocks", self.num_blocks, 2)
         _integer("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
         _integer("seed", self.seed, -(2**63))
+        if not isinstance(self.compilation_cache_dir, str | Path | None):
+            raise ValueError(f"compilation_cache_dir is {self.compilation_cache_dir!r}; it must be a path, '' or None")
         for name in ("enable_prefix_caching", "enable_chunked_prefill", "keep_boundary_hidden"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be True or False")

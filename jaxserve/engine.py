@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 import models
@@ -30,7 +31,7 @@ from models.sharding import make_mesh
 Prompt = str | list[int] | dict[str, Any]
 
 _DEFAULT_MAX_MODEL_LEN = 4096
-_TILE = {"cpu": 32, "gpu": 128}  # prefill tokens that share one gather of their context
+_TILE = {"cpu": 16, "gpu": 128}  # prefill tokens that share one gather of their context
 _BUDGET = {"cpu": 512, "gpu": 8192}  # prefill tokens beside the decode rows
 _MEMORY_LIMIT_CPU = 4 << 30  # what the page pool takes of a host's memory unless asked for more
 
@@ -78,15 +79,15 @@ class EngineCore:
             prefill_tile=tile,
         )
         num_blocks = config.num_blocks or _num_blocks(config, model, self.max_model_len)
-        self._kv = KVCacheManager(
+        self.kv = KVCacheManager(
             BlockPool(num_blocks, config.enable_prefix_caching), config.block_size, config.watermark
         )
-        self.scheduler = Scheduler(scheduler_config, self._kv)
+        self.scheduler = Scheduler(scheduler_config, self.kv)
         self.runner = Runner(
             model,
             mesh,
             make_buckets(config.max_num_seqs, self.max_model_len, budget, config.block_size, tile),
-            self._kv,
+            self.kv,
             num_blocks=num_blocks,
             block_size=config.block_size,
             max_model_len=self.max_model_len,
@@ -133,13 +134,13 @@ class EngineCore:
         if not token_ids:
             raise ValueError("prompt is empty; it must have at least one token")
         for token in token_ids:
-            if not isinstance(token, int) or isinstance(token, bool):
+            if not isinstance(token, int | np.integer) or isinstance(token, bool):
                 raise ValueError(f"prompt_token_ids holds {token!r}; every token id must be an integer")
             if not 0 <= token < self.vocab_size:
                 raise ValueError(f"prompt_token_ids holds {token}; token ids must be in [0, {self.vocab_size})")
         params.verify(self.vocab_size, self.max_model_len, len(token_ids))
         self._outputs.validate(params)
-        return text, token_ids
+        return text, [int(token) for token in token_ids]
 
     def add_request(
         self,
@@ -192,7 +193,10 @@ class EngineCore:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("prompt is a string, and this engine has no tokenizer: pass token ids")
-            return prompt, self.tokenizer(prompt)["input_ids"]
+            try:
+                return prompt, self.tokenizer(prompt)["input_ids"]
+            except (TypeError, UnicodeError) as error:  # a lone surrogate, for one
+                raise ValueError(f"prompt is not valid text: {error}") from error
         if isinstance(prompt, list | tuple):
             return None, list(prompt)
         raise ValueError(f"prompt is a {type(prompt).__name__}; it must be a string or a list of token ids")

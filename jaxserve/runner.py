@@ -59,16 +59,16 @@ class Runner:
         keep_boundary_hidden: bool,
         params: Any = None,
     ) -> None:
-        self._model, self._mesh, self._buckets, self._kv_manager = model, mesh, buckets, kv_manager
+        self.model, self._mesh, self.buckets, self._kv_manager = model, mesh, buckets, kv_manager
         self._block_size, self._vocab_limit = block_size, vocab_limit
         self._whole = None if mesh is None else NamedSharding(mesh, PartitionSpec())
         self.params = model.load_params(mesh) if params is None else params
-        self._batch: BatchState = self._place(batch.empty_batch(max_num_seqs, max_model_len, buckets.pages[-1], 0))
+        self.batch: BatchState = self._place(batch.empty_batch(max_num_seqs, max_model_len, buckets.pages[-1], 0))
         kv = model.init_kv(num_blocks, block_size, mesh)
         boundary = self._make_boundary(kv, num_blocks) if keep_boundary_hidden else None
-        self._cache = Cache(kv=kv, boundary=boundary, block_size=block_size)
+        self.cache = Cache(kv=kv, boundary=boundary, block_size=block_size)
         self.slots: list[Request] = []
-        self._abstract = jax.tree.map(_abstract, (self.params, self._cache, self._batch))
+        self._abstract = jax.tree.map(_abstract, (self.params, self.cache, self.batch))
         self.programs = Programs(self._program)
 
     # ---- one step ----
@@ -116,20 +116,20 @@ class Runner:
             self.slots[i].slot = None
             last = self.slots.pop()
             if i < len(self.slots):
-                self._batch = self.programs["move",](self._batch, np.int32(len(self.slots)), np.int32(i))
+                self.batch = self.programs["move",](self.batch, np.int32(len(self.slots)), np.int32(i))
                 self.slots[i], last.slot = last, i
 
     def _fill_slot(self, request: Request) -> None:
         request.slot = len(self.slots)
         self.slots.append(request)
-        width = bucket(self._buckets.history, request.num_tokens)
+        width = bucket(self.buckets.history, request.num_tokens)
         tokens = np.zeros(width, np.int32)
         tokens[: request.num_tokens] = request.token_ids
-        self._batch = self.programs["fill", width](self._batch, np.int32(request.slot), tokens, slot_row(request))
+        self.batch = self.programs["fill", width](self.batch, np.int32(request.slot), tokens, slot_row(request))
 
     def _send_block_tables(self, requests: list[Request]) -> None:
-        width, slots = self._buckets.pages[-1], len(self._batch.active)
-        size = bucket(self._buckets.table_rows, len(requests))
+        width, slots = self.buckets.pages[-1], len(self.batch.active)
+        size = bucket(self.buckets.table_rows, len(requests))
         index = np.full(size, slots, np.int32)  # past the end: dropped
         tables = np.zeros((size, width), np.int32)
         for i, request in enumerate(requests):
@@ -137,34 +137,34 @@ class Runner:
                 blocks = self._kv_manager.block_ids(request)
                 index[i] = request.slot
                 tables[i, : len(blocks)] = blocks
-        self._batch = self.programs["tables", size](self._batch, index, tables)
+        self.batch = self.programs["tables", size](self.batch, index, tables)
 
     # ---- the two programs ----
 
     def _prefill(self, chunks: list[PrefillChunk]) -> None:
-        tile = self._buckets.tile
+        tile = self.buckets.tile
         tiles = [
             (chunk.request.slot, start, min(tile, chunk.start + chunk.count - start))
             for chunk in chunks
             for start in range(chunk.start, chunk.start + chunk.count, tile)
         ]
         end = max(chunk.start + chunk.count for chunk in chunks)
-        pages = bucket(self._buckets.prefill_pages, -(-end // self._block_size))
-        plan = np.zeros((3, bucket(self._buckets.prefill_tiles, len(tiles))), np.int32)
+        pages = bucket(self.buckets.prefill_pages, -(-end // self._block_size))
+        plan = np.zeros((3, bucket(self.buckets.prefill_tiles, len(tiles))), np.int32)
         plan[:, : len(tiles)] = np.array(tiles, np.int32).T
-        self._cache = self.programs["prefill", plan.shape[1], pages](
-            self.params, self._cache, self._batch, PrefillPlan(*plan)
+        self.cache = self.programs["prefill", plan.shape[1], pages](
+            self.params, self.cache, self.batch, PrefillPlan(*plan)
         )
 
     def _decode(self, rows: list[tuple[int, Request]]) -> StepOutput:
-        run = np.zeros(bucket(self._buckets.slots, len(self.slots)), bool)
+        run = np.zeros(bucket(self.buckets.slots, len(self.slots)), bool)
         run[[row for row, _ in rows]] = True
         longest = max(
             r.num_tokens + r.num_in_flight for _, r in rows
         )  # this step's own positions are in flight already
-        pages = bucket(self._buckets.pages, -(-(longest - 1) // self._block_size))
-        self._cache, self._batch, output = self.programs["decode", len(run), pages](
-            self.params, self._cache, self._batch, run
+        pages = bucket(self.buckets.pages, -(-(longest - 1) // self._block_size))
+        self.cache, self.batch, output = self.programs["decode", len(run), pages](
+            self.params, self.cache, self.batch, run
         )
         return output
 
@@ -175,7 +175,7 @@ class Runner:
         self.programs.warmup(self._keys(), progress)
 
     def _keys(self) -> Iterator[Hashable]:
-        b = self._buckets
+        b = self.buckets
         yield ("move",)
         yield from (("fill", n) for n in b.history)
         yield from (("tables", n) for n in b.table_rows)
@@ -193,13 +193,13 @@ class Runner:
             args: tuple[Any, ...] = (state, i32(()), i32((sizes[0],)), self._abstract_row())
             return self._compiled_as(key, batch.fill_slot, args, donated=(0,), outputs=state)
         if name == "tables":
-            args = (state, i32((sizes[0],)), i32((sizes[0], self._buckets.pages[-1])))
+            args = (state, i32((sizes[0],)), i32((sizes[0], self.buckets.pages[-1])))
             return self._compiled_as(key, batch.set_block_tables, args, donated=(0,), outputs=state)
         if name == "prefill":
-            prefill = partial(step.prefill, self._model, self._mesh, self._buckets.tile, sizes[1])
+            prefill = partial(step.prefill, self.model, self._mesh, self.buckets.tile, sizes[1])
             plan = PrefillPlan(*(i32((sizes[0],)) for _ in range(3)))
             return self._compiled_as(key, prefill, (params, cache, state, plan), donated=(1,), outputs=cache)
-        decode = partial(step.decode, self._model, self._mesh, self._vocab_limit, sizes[1])
+        decode = partial(step.decode, self.model, self._mesh, self._vocab_limit, sizes[1])
         run = jax.ShapeDtypeStruct((sizes[0],), jnp.bool_, sharding=self._whole)
         output = StepOutput(*(jax.ShapeDtypeStruct((), jnp.int32, sharding=self._whole) for _ in range(3)))
         return self._compiled_as(
@@ -222,7 +222,7 @@ class Runner:
 
     def _make_boundary(self, kv: Any, num_blocks: int) -> jax.Array:
         inputs = ForwardInputs(*(jax.ShapeDtypeStruct((1, 1), jnp.int32) for _ in range(3)))
-        hidden, _ = jax.eval_shape(lambda p, c, x: self._model.forward(p, c, x, self._mesh), self.params, kv, inputs)
+        hidden, _ = jax.eval_shape(lambda p, c, x: self.model.forward(p, c, x, self._mesh), self.params, kv, inputs)
         return self._place(jnp.zeros((num_blocks, hidden.shape[-1]), hidden.dtype))
 
 

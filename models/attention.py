@@ -67,10 +67,9 @@ def paged_attention(
 
     def local(q, k, v, pool_k, pool_v, layer, positions, block_tables, window):
         # A masked score costs nothing, a masked value does: 0 * NaN is NaN. So values in the pool are always finite,
-        # and a value that is not makes its key NaN, which whoever sees it notices.
+        # and one that is not makes its key NaN, which whoever sees that key notices, and nobody else.
         k, v = k.astype(dtype), v.astype(dtype)
-        finite = jnp.isfinite(v).all(-1, keepdims=True)
-        k, v = jnp.where(finite, k, jnp.nan), jnp.where(finite, v, 0)
+        k, v = jnp.where(jnp.isfinite(v), k, jnp.nan), jnp.where(jnp.isfinite(v), v, 0)
         pool_k = _store(pool_k, k, layer, positions, block_tables, dtype)
         pool_v = _store(pool_v, v, layer, positions, block_tables, dtype)
         keys = _decode(_pages(pool_k, layer, block_tables), dtype)  # [N, P*C, H, E]
@@ -120,6 +119,8 @@ def _attend(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array) -> jax
     a decode, and for what cuDNN does not take."""
     n, length, heads, group, width = q.shape
     fused = length >= _CUDNN_MIN_ROWS and q.dtype in (jnp.bfloat16, jnp.float16) and width % 8 == 0 and width <= 128
+    if fused:  # it adds the mask to the scores: a NaN left in a page by an earlier owner would get through
+        k = jnp.where(visible.any(1)[:, :, None, None], k, 0)
     out = jax.nn.dot_product_attention(
         q.reshape(n, length, heads * group, width),
         k,

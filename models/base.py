@@ -23,7 +23,7 @@ class ForwardInputs:
     """One batch of query groups. Every position of a group belongs to one request.
 
     A position of -1 is padding: nothing is stored for it and its hidden state means nothing. Positions of a
-    group are consecutive, and every earlier position of the request is stored already or in the same group.
+    group are consecutive, and every earlier position of the request is stored already or in the same call.
     """
 
     tokens: Array  # [N, Q] int32

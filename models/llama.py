@@ -78,7 +78,7 @@ class Llama:
     def load_params(self, mesh: Mesh | None) -> Params:
         if self.source is None:
             return weights.random_params(self.specs(), self.seed, mesh)
-        return weights.load_params(self.specs(), self.source, mesh)
+        return weights.load_params(self.specs(), self.source, mesh, unused=r".*rotary_emb\.inv_freq|lm_head\.weight")
 
     def kv_spec(self, num_blocks: int, block_size: int, mesh: Mesh | None) -> PagedKV:
         """Abstract page pool."""

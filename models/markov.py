@@ -6,7 +6,7 @@ probability of any output is a product of table entries. It is also the smallest
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from models.base import ForwardInputs, page_of
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class MarkovLM:
     """logits(next | last) = table[last], or table[last but one, last] with a three-dimensional table.
 
@@ -26,14 +26,14 @@ class MarkovLM:
     Raises ValueError for a table of another shape.
     """
 
-    table: np.ndarray = field(compare=False, hash=False)
+    table: np.ndarray
     max_model_len: int = 4096
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         shape = self.table.shape
-        v = shape[-1]
-        if shape not in ((v, v), (v + 1, v, v)):
+        v = shape[-1] if shape else 0
+        if v == 0 or shape not in ((v, v), (v + 1, v, v)):
             raise ValueError(f"table has shape {shape}; expected [V, V] or [V + 1, V, V]")
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -81,15 +82,28 @@ def _random(spec: ParamSpec, key: jax.Array, mesh: Mesh | None) -> jax.Array:
     return jax.jit(make, out_shardings=spec.sharding(mesh))(key)
 
 
-def load_params(specs: Any, source: Checkpoint, mesh: Mesh | None) -> Any:
+def load_params(specs: Any, source: Checkpoint, mesh: Mesh | None, unused: str = r"(?!)") -> Any:
     """Read a checkpoint straight onto its sharding. The host holds the tensors of one array's one layer at a time.
 
-    Raises ValueError naming the tensor when one is missing or misshapen. `{i}` counts layers in `specs` order:
-    stacked specs run over their own axis, unstacked per-layer specs sit in lists.
+    Raises ValueError naming the tensor when one is missing or misshapen, or has no place in the model (a bias that the
+    configuration does not mention): ignoring it would compute another model. `unused` is a pattern of names that may
+    be there and are not needed. `{i}` counts layers in `specs` order: stacked specs run over their own axis, unstacked
+    per-layer specs sit in lists.
     """
+    _refuse_leftovers(specs, source, unused)
     return jax.tree_util.tree_map_with_path(
         lambda path, s: _load(s, source, _list_index(path), mesh), specs, is_leaf=is_spec
     )
+
+
+def _refuse_leftovers(specs: Any, source: Checkpoint, unused: str) -> None:
+    known: set[str] = set()
+    for path, spec in jax.tree_util.tree_flatten_with_path(specs, is_leaf=is_spec)[0]:
+        layers = range(spec.layers) if spec.layers else [_list_index(path)]
+        known.update(name.format(i=i) for name in spec.sources for i in layers)
+    extra = sorted(name for name in source.names() if name not in known and not re.fullmatch(unused, name))
+    if extra:
+        raise ValueError(f"{source.path} has tensors that this model has no place for: {', '.join(extra[:5])}")
 
 
 def _list_index(path: tuple[Any, ...]) -> int:

@@ -73,10 +73,11 @@ def _sample_random(logits: jax.Array, top: jax.Array, rows: SamplingRows, random
         best = top.reshape(shape)
         return jnp.where(x == best, 0.0, (x - best) / temperature.reshape(shape))
 
-    filtered = random & ((rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0))
+    limited = (rows.top_k > 0) & (rows.top_k < logits.shape[1])
+    filtered = random & (limited | (rows.top_p < 1) | (rows.min_p > 0))
 
     def filter_rows() -> Threshold:
-        top_k = jnp.where(filtered, rows.top_k, 0)
+        top_k = jnp.where(filtered & limited, rows.top_k, 0)
         top_p = jnp.where(filtered, rows.top_p, 1.0)
         return find_threshold(logits, scaled, top_k, top_p, jnp.where(filtered, rows.min_p, 0.0))
 

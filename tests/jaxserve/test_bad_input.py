@@ -31,7 +31,7 @@ def serves_on(engine: EngineCore, generate: Callable[..., Any], drive: Any) -> A
     drive(engine, max_steps=200)
     assert generate(engine, [1, 2], OK).outputs[0].token_ids == [3, 4, 5]
     assert not engine.has_unfinished()
-    assert engine._kv.pool.num_free == engine._kv.pool.num_usable
+    assert engine.kv.pool.num_free == engine.kv.pool.num_usable
 
 
 PROMPTS: list[tuple[Any, str]] = [
@@ -282,7 +282,7 @@ def test_a_row_without_a_distribution_ends_its_request_alone(
     assert served["starts with it"].token_ids == []
     assert "NaN" in (served["starts with it"].error or "")
     assert served["c"].token_ids == [15, 16, 17, 18, 19, 20, 21, 22]
-    assert engine._kv.pool.num_free == engine._kv.pool.num_usable
+    assert engine.kv.pool.num_free == engine.kv.pool.num_usable
 
 
 def test_all_n_sequences_can_fail(make_engine: Any, alphabet: Any, generate: Any) -> None:

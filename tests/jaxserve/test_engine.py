@@ -69,7 +69,7 @@ def check_alone(
 
 
 def check_no_leak(engine: EngineCore) -> None:
-    pool = engine._kv.pool
+    pool = engine.kv.pool
     assert pool.num_free == pool.num_usable
     assert not engine.runner.slots or all(r.status.is_finished for r in engine.runner.slots)
 
@@ -448,8 +448,8 @@ def test_hidden_states_at_page_boundaries(make_engine: MakeEngine, make_llama: A
         engine.step()
     request = engine.scheduler.running[0]
     assert request.num_cached_tokens == 20
-    pages = engine._kv.block_ids(request)[: (request.num_tokens - 1) // 4]
-    found = np.asarray(engine.runner._cache.boundary)[pages]
+    pages = engine.kv.block_ids(request)[: (request.num_tokens - 1) // 4]
+    found = np.asarray(engine.runner.cache.boundary)[pages]
 
     tokens = jnp.asarray([request.token_ids], jnp.int32)
     positions, table = jnp.arange(tokens.shape[1])[None], jnp.arange(1, 17)[None]

@@ -27,7 +27,7 @@ def serve(engine: EngineCore, drive: Callable[..., Any]) -> dict[str, list[int]]
     for name, prompt in PROMPTS.items():
         engine.add_request(name, prompt, PARAMS[name])
     outputs = drive(engine)
-    assert engine._kv.pool.num_free == engine._kv.pool.num_usable
+    assert engine.kv.pool.num_free == engine.kv.pool.num_usable
     return {name: outputs[name].outputs[0].token_ids for name in PROMPTS}
 
 
@@ -46,7 +46,7 @@ def test_any_number_of_devices_gives_the_same_tokens(
 
 def test_weights_and_pages_are_split(make_engine: Callable[..., EngineCore], make_llama: Any) -> None:
     engine = make_engine(make_llama(**EVEN), tensor_parallel_size=8, max_num_seqs=2, max_model_len=64)
-    kv = engine.runner._cache.kv.k
+    kv = engine.runner.cache.kv.k
     assert kv.addressable_shards[0].data.shape[3] == 1
     embedding = engine.runner.params["embed"]
     assert embedding.addressable_shards[0].data.shape[0] == embedding.shape[0] // 8

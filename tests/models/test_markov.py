@@ -114,7 +114,7 @@ def test_members():
     assert (model.vocab_size, model.max_model_len, model.eos_token_ids) == (V, 99, (3, 4))
     kv = model.init_kv(5, PAGE, None)
     assert kv.nbytes == 5 * model.kv_bytes_per_block(PAGE)
-    assert hash(model) == hash(MarkovLM(table(2), max_model_len=99, eos_token_ids=(3, 4)))
+    assert hash(model) != hash(MarkovLM(table(2), max_model_len=99))  # by identity: two tables are two models
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """One declaration of the weights gives initialisation, abstract shapes, shardings and the checkpoint's layout."""
 
+import json
 from pathlib import Path
 
 import jax
@@ -190,7 +191,9 @@ def test_the_forward_pass_is_the_same_on_a_mesh(kind, devices, platform, mesh):
 
         compiled = jax.jit(step, compiler_options={"xla_backend_optimization_level": 0})
         with jax.default_matmul_precision("highest"):
-            logits, keys = compiled(model.load_params(mesh), model.init_kv(5, 4, mesh))
+            kv = model.init_kv(5, 4, mesh)
+            logits, keys = compiled(model.load_params(mesh), kv)
+        assert keys.sharding.is_equivalent_to(kv.k.sharding, keys.ndim)  # each device keeps its own heads
         return np.asarray(logits)[np.flatnonzero(positions.ravel() >= 0)], np.asarray(keys)[:, 1:]
 
     for actual, expected in zip(run(make_mesh(mesh.devices[:devices])), run(None), strict=True):
@@ -203,3 +206,28 @@ def test_partition_spec(mesh):
     assert sharding(("vocab",), (64,), None) is None
     with pytest.raises(ValueError, match=r"\('vocab',\) do not describe shape \(64, 3\)"):
         partition_spec(("vocab",), (64, 3), mesh)
+
+
+def test_tensors_without_a_place_are_refused(tmp_path: Path) -> None:
+    from safetensors.numpy import save_file
+
+    config = dict(
+        architectures=["LlamaForCausalLM"], vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64, tie_word_embeddings=True,
+    )  # fmt: skip
+    shapes = {
+        name.format(i=0): shape
+        for spec in jax.tree.leaves(models.from_config(config, "float32").specs(), is_leaf=is_spec)
+        for name, shape in zip(spec.sources, spec.parts, strict=True)
+    }
+    tensors = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(tensors, str(tmp_path / "model.safetensors"))
+    models.load_model(tmp_path, "float32").load_params(None)
+
+    save_file(
+        tensors | {"model.layers.0.self_attn.q_proj.bias": np.ones(16, np.float32)}, str(tmp_path / "model.safetensors")
+    )
+    with pytest.raises(ValueError, match=r"no place for: model\.layers\.0\.self_attn\.q_proj\.bias"):
+        models.load_model(tmp_path, "float32").load_params(None)
