@@ -3,8 +3,8 @@
 A filter keeps a prefix of the tokens in order of (value descending, id ascending), so all three together are one
 number of survivors, and the last survivor (its value and its id) says of any token whether it is kept. The last
 survivor is looked for among a few of the largest values, which carry a certificate: either the count that top_k and
-min_p leave lies among them, or their mass shows where the nucleus ends. Rows without a certificate are looked up
-again among more of them, up to all.
+min_p leave lies among them, or their mass shows where the nucleus ends. Rows without a certificate are decided by
+bisection over the bits of the value, which needs no order at all.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flax import struct
 
 Scaled = Callable[[jax.Array], jax.Array]
 
-CANDIDATES = (64, 1024)  # sizes tried before the whole row
+CANDIDATES = 64  # largest values looked at first
 
 
 @struct.dataclass
@@ -48,58 +48,54 @@ def find_threshold(
     temperature rounds together. scaled: logits [R, n] -> log-weights relative to the row's maximum. top_k [R] int32,
     <= 0 off; top_p [R] float32, 1 off; min_p [R] float32, 0 off. A row's result depends on that row alone.
     """
-    vocab = logits.shape[1]
-    sizes = [*(c for c in CANDIDATES if c < vocab), vocab]
-    rows = _Rows(logits, scaled, top_k, top_p, min_p, (top_k <= 0) & (top_p >= 1) & (min_p <= 0))
-    found, certain = _among(rows, sizes[0])
-    for size in sizes[1:]:
-
-        def retry(previous: tuple[Threshold, jax.Array], size: int = size) -> tuple[Threshold, jax.Array]:
-            threshold, certain = previous
-            wider, now_certain = _among(rows, size)
-            return jax.tree.map(lambda old, new: jnp.where(certain, old, new), threshold, wider), certain | now_certain
-
-        found, certain = jax.lax.cond(jnp.all(certain), lambda x: x, retry, (found, certain))
-    return found
+    logits = jnp.where(logits == 0, 0.0, logits)  # -0.0 and 0.0 are a tie
+    rows = _Rows(logits, scaled(logits), top_k, top_p, min_p)
+    found, certain = _among_candidates(rows)
+    certain |= rows.off
+    exact = jax.lax.cond(jnp.all(certain), lambda: found, lambda: _bisect_rows(rows, certain, found))
+    return jax.tree.map(lambda x, off: jnp.where(rows.off, off, x), exact, keep_everything(*logits.shape))
 
 
 class _Rows(NamedTuple):
+    """logits, z (their log-weights): [R, V]; the parameters [R]."""
+
     logits: jax.Array
-    scaled: Scaled
+    z: jax.Array
     top_k: jax.Array
     top_p: jax.Array
     min_p: jax.Array
-    off: jax.Array  # [R] bool, no filter at all
+
+    @property
+    def off(self) -> jax.Array:
+        return (self.top_k <= 0) & (self.top_p >= 1) & (self.min_p <= 0)
 
 
-def _among(rows: _Rows, size: int) -> tuple[Threshold, jax.Array]:
-    """The threshold by the `size` largest logits, and whether they prove it."""
+def _among_candidates(rows: _Rows) -> tuple[Threshold, jax.Array]:
+    """The threshold by the largest logits, and whether they prove it."""
     vocab = rows.logits.shape[1]
-    plain = jnp.where(rows.logits == 0, 0.0, rows.logits)  # top_k puts 0.0 before -0.0
-    values, ids = jax.lax.top_k(plain, size)  # equal values: lowest id first
-    z = rows.scaled(values)
+    size = min(CANDIDATES, vocab)
+    values, ids = jax.lax.top_k(rows.logits, size)  # equal values: lowest id first
+    z = jnp.take_along_axis(rows.z, ids, axis=1)
     floor = jnp.log(rows.min_p)[:, None]  # -inf where off
-    whole = size == vocab
 
     # How many min_p and top_k leave: known if they end among the candidates.
     passing = jnp.sum((z >= floor) & (z > -jnp.inf), axis=1)
     limit = jnp.where(rows.top_k > 0, jnp.minimum(rows.top_k, vocab), vocab)
-    known = whole | (limit <= size) | (passing < size)
+    known = (limit <= size) | (passing < size) | (size == vocab)
     count = jnp.maximum(jnp.minimum(passing, limit), 1)
 
     # The nucleus: a token stays while the mass from it to the end of the survivors exceeds 1 - top_p. Summed from the
     # small end, this is exact also for top_p = 1 - 1e-7, where a sum from the large end has no digits left.
     nucleus = rows.top_p < 1
     weight = jnp.where(jnp.arange(size) < count[:, None], jnp.exp(z), 0.0)
-    behind = jnp.zeros_like(rows.top_p) if whole else _mass_behind(rows, values[:, -1], ids[:, -1], nucleus & ~known)
+    behind = _mass_behind(rows, values[:, -1], ids[:, -1], nucleus & ~known)
     tail = jnp.flip(jnp.cumsum(jnp.flip(weight, 1), axis=1), 1) + behind[:, None]
     kept = jnp.sum((tail > (1 - rows.top_p)[:, None] * tail[:, :1]) & (weight > 0), axis=1)
-    certain = rows.off | known | (nucleus & (kept < size) & (limit == vocab))  # the mass behind knows no top_k
+    certain = known | (nucleus & (kept < size) & (limit == vocab))  # the mass behind knows no top_k
 
     last = jnp.where(nucleus, jnp.clip(kept, 1, count), count)[:, None] - 1
-    value = jnp.take_along_axis(values, last, axis=1)[:, 0]
-    at = jnp.take_along_axis(ids, last, axis=1)[:, 0]
-    return Threshold(jnp.where(rows.off, -jnp.inf, value), jnp.where(rows.off, vocab, at)), certain
+    value, at = (jnp.take_along_axis(x, last, axis=1)[:, 0] for x in (values, ids))
+    return Threshold(value, at), certain
 
 
 def _mass_behind(rows: _Rows, value: jax.Array, at: jax.Array, wanted: jax.Array) -> jax.Array:
@@ -108,7 +104,83 @@ def _mass_behind(rows: _Rows, value: jax.Array, at: jax.Array, wanted: jax.Array
     def mass() -> jax.Array:
         x, ids = rows.logits, jnp.arange(rows.logits.shape[1], dtype=jnp.int32)
         after = (x < value[:, None]) | ((x == value[:, None]) & (ids > at[:, None]))
-        z = rows.scaled(x)
-        return jnp.sum(jnp.where(after & (z >= jnp.log(rows.min_p)[:, None]), jnp.exp(z), 0.0), axis=1)
+        return jnp.sum(jnp.where(after & (rows.z >= jnp.log(rows.min_p)[:, None]), jnp.exp(rows.z), 0.0), axis=1)
 
     return jnp.where(wanted, jax.lax.cond(jnp.any(wanted), mass, lambda: jnp.zeros_like(rows.top_p)), 0.0)
+
+
+def _bisect_rows(rows: _Rows, certain: jax.Array, found: Threshold) -> Threshold:
+    """`found` where it is certain, else the exact threshold. CPU goes row by row, since a row stays in its cache and
+    certain rows cost nothing; elsewhere all rows go at once."""
+
+    def one_by_one() -> Threshold:
+        def row(args: tuple[_Rows, jax.Array, Threshold]) -> Threshold:
+            row, certain, found = args
+            return jax.lax.cond(certain, lambda: found, lambda: _bisect(row))
+
+        return jax.lax.map(row, (rows, certain, found))
+
+    def together() -> Threshold:
+        return jax.tree.map(lambda old, new: jnp.where(certain, old, new), found, jax.vmap(_bisect)(rows))
+
+    return jax.lax.platform_dependent(cpu=one_by_one, default=together)
+
+
+def _bisect(row: _Rows) -> Threshold:
+    """The exact threshold of one row (fields without the R axis): 32 passes for each filter, and some more for ties
+    that a filter cuts through."""
+    vocab = row.logits.shape[0]
+    key, ids = _sort_key(row.logits), jnp.arange(vocab, dtype=jnp.uint32)
+    alive = (row.z >= jnp.log(row.min_p)) & (row.z > -jnp.inf)
+
+    def cut(alive: jax.Array, at: jax.Array, keep: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Of the alive, those above `at` and the first `keep` of those equal to it; and the id of the last of these."""
+        tie = alive & (key == at)
+
+        def nth_tie() -> jax.Array:
+            return _largest(lambda i: jnp.sum(tie & (ids < i)) < keep, vocab.bit_length())
+
+        last = jax.lax.cond(jnp.sum(tie) > keep, nth_tie, lambda: jnp.uint32(vocab))
+        return alive & ((key > at) | (tie & (ids <= last))), last
+
+    def by_count() -> tuple[jax.Array, jax.Array, jax.Array]:
+        at = _largest(lambda t: jnp.sum(alive & (key >= t)) >= row.top_k, 32)
+        kept, last = cut(alive, at, row.top_k - jnp.sum(alive & (key > at)))
+        return kept, at, last
+
+    def everyone() -> tuple[jax.Array, jax.Array, jax.Array]:
+        return alive, jnp.min(jnp.where(alive, key, jnp.uint32(0xFFFFFFFF))), jnp.uint32(vocab)
+
+    limited = (row.top_k > 0) & (row.top_k < jnp.sum(alive))
+    alive, at, last = jax.lax.cond(limited, by_count, everyone)
+
+    def by_mass() -> tuple[jax.Array, jax.Array]:
+        weight = jnp.where(alive, jnp.exp(row.z), 0.0)
+        rest = (1 - row.top_p) * jnp.sum(weight)
+        at = _largest(lambda t: jnp.sum(jnp.where(key < t, weight, 0.0)) <= rest, 32)
+        tie = alive & (key == at)
+        below, each = jnp.sum(jnp.where(key < at, weight, 0.0)), jnp.max(jnp.where(tie, weight, 0.0))
+        dropped = jnp.floor((rest - below) / jnp.where(each > 0, each, 1.0)).astype(jnp.int32)
+        return at, cut(alive, at, jnp.maximum(jnp.sum(tie) - dropped, 1))[1]
+
+    at, mass_last = jax.lax.cond(row.top_p < 1, by_mass, lambda: (at, last))
+    # A tie that top_k cut through and top_p keeps whole still ends where top_k cut it.
+    last = jnp.where(mass_last == vocab, jnp.max(jnp.where(alive & (key == at), ids, 0)), mass_last)
+    value = jnp.max(jnp.where(key == at, row.logits, -jnp.inf))
+    return Threshold(value, last.astype(jnp.int32))
+
+
+def _sort_key(x: jax.Array) -> jax.Array:
+    """float32 -> uint32 in the same order."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
+
+
+def _largest(holds: Callable[[jax.Array], jax.Array], bits: int) -> jax.Array:
+    """The largest number of `bits` bits for which a predicate holds that holds up to some number and not beyond."""
+
+    def add_bit(i: jax.Array, number: jax.Array) -> jax.Array:
+        candidate = number | (jnp.uint32(1) << (bits - 1 - i).astype(jnp.uint32))
+        return jnp.where(holds(candidate), candidate, number)
+
+    return jax.lax.fori_loop(0, bits, add_bit, jnp.uint32(0))
