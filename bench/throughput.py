@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve import LLM, SamplingParams
+from jaxserve import LLM, RequestOutputKind, SamplingParams
 from jaxserve.config import bucket
 from models.gguf import demo_model_path
 
@@ -115,9 +115,12 @@ def breakdown(ours: Ours, batch: int, context: int) -> dict[str, float]:
 
 
 def host_time(ours: Ours, requests: int) -> tuple[float, int, int]:
-    """Milliseconds the host works on a step in which everyone decodes (top_p, no stop), its waiting not counted."""
+    """Milliseconds the host works on a step in which everyone decodes (top_p, no stop), its waiting not counted; how many
+    such steps; programs compiled while serving. Final outputs only, as LLM.generate asks for them."""
     engine = ours.llm.engine
-    params = SamplingParams(max_tokens=64, ignore_eos=True, temperature=1.0, top_p=0.9)
+    params = SamplingParams(
+        max_tokens=64, ignore_eos=True, temperature=1.0, top_p=0.9, output_kind=RequestOutputKind.FINAL_ONLY
+    )
     for i in range(requests):
         engine.add_request(f"host {i}", ours.prompts[i % len(ours.prompts)], params)
     samples = []
