@@ -12,7 +12,7 @@ demo: $(VENV)/.ready
 	$(VENV)/bin/jaxserve chat "Name three primary colors."
 
 test: $(VENV)/.ready
-	JAX_PLATFORMS=$${JAX_PLATFORMS-} $(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest
 
 bench: $(VENV)/.ready
 	$(VENV)/bin/python bench/throughput.py

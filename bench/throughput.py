@@ -115,8 +115,8 @@ def breakdown(ours: Ours, batch: int, context: int) -> dict[str, float]:
 
 
 def host_time(ours: Ours, requests: int) -> tuple[float, int, int]:
-    """Milliseconds the host works on a step in which everyone decodes (top_p, no stop), its waiting not counted; how many
-    such steps; programs compiled while serving. Final outputs only, as LLM.generate asks for them."""
+    """Milliseconds the host works on a step in which everyone decodes (top_p, no stop), its waiting not counted; how
+    many such steps; programs compiled while serving. Final outputs only, as LLM.generate asks for them."""
     engine = ours.llm.engine
     params = SamplingParams(
         max_tokens=64, ignore_eos=True, temperature=1.0, top_p=0.9, output_kind=RequestOutputKind.FINAL_ONLY
