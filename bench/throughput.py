@@ -114,13 +114,13 @@ def breakdown(ours: Ours, batch: int, context: int) -> dict[str, float]:
     return times
 
 
-def host_time(ours: Ours, requests: int) -> tuple[float, int, int]:
-    """Milliseconds the host works on a step in which everyone decodes (top_p, no stop), its waiting not counted; how
-    many such steps; programs compiled while serving. Final outputs only, as LLM.generate asks for them."""
+def host_time(ours: Ours, requests: int) -> tuple[float, float, int]:
+    """Milliseconds the host works on a step in which everyone decodes (top_p, no stop), its waiting not counted; the
+    part of it that starts programs (XLA:CPU runs some of a program in that call); how many such steps. Final outputs
+    only, as LLM.generate asks for them."""
     engine = ours.llm.engine
-    params = SamplingParams(
-        max_tokens=64, ignore_eos=True, temperature=1.0, top_p=0.9, output_kind=RequestOutputKind.FINAL_ONLY
-    )
+    kind = RequestOutputKind.FINAL_ONLY
+    params = SamplingParams(max_tokens=64, ignore_eos=True, temperature=1.0, top_p=0.9, output_kind=kind)
     for i in range(requests):
         engine.add_request(f"host {i}", ours.prompts[i % len(ours.prompts)], params)
     samples = []
@@ -129,8 +129,10 @@ def host_time(ours: Ours, requests: int) -> tuple[float, int, int]:
         engine.step()
         after = engine.stats()
         if after.tokens - before.tokens == requests:
-            samples.append((after.host_seconds - before.host_seconds) * 1e3)
-    return statistics.median(samples), len(samples), engine.num_compilations
+            parts = (after.host_seconds - before.host_seconds, after.dispatch_seconds - before.dispatch_seconds)
+            samples.append([1e3 * part for part in parts])
+    host, dispatch = (statistics.median(column) for column in zip(*samples, strict=True))
+    return host, dispatch, len(samples)
 
 
 def _median_ms(call: Callable[[], Any], repeats: int = 15) -> float:
@@ -212,10 +214,10 @@ def report(
         print(f"{batch:>4}{t['step']:>8.1f}{t['lm_head']:>9.1f}{t['weights_mb']:>12.0f}{t['kv_mb']:>8.1f}"
               f"{t['gflop']:>8.2f}{t['floor_bytes']:>13.1f}{rate:>9.0f}")  # fmt: skip
 
-    host, steps, compiled = host_time(ours, 64)
+    host, dispatch, steps = host_time(ours, 64)
     print(
-        f"\nHost work per step at 64 decoding requests: {host:.2f} ms, median of {steps} steps; "
-        f"programs compiled while serving: {compiled}"
+        f"\nHost work per step at 64 decoding requests: {host:.2f} ms, {dispatch:.2f} of them starting programs (median "
+        f"of {steps} steps); programs compiled while serving: {ours.llm.stats().compilations}"
     )
     if args.json:
         args.json.write_text(json.dumps({"/".join(map(str, k)): v for k, v in rates.items()}, indent=1))

@@ -38,13 +38,17 @@ _MEMORY_LIMIT_CPU = 4 << 30  # what the page pool takes of a host's memory unles
 
 @dataclass(frozen=True)
 class EngineStats:
-    """scheduler: queues, pool, preemptions, prefix hits. host_seconds: time the host worked on `num_steps` steps, its
-    waiting for the device (`wait_seconds`) not counted. compilations: programs compiled after warm-up. tokens: output
-    tokens collected."""
+    """Since the engine started.
+
+    scheduler: queues, pool, preemptions, prefix hits. host_seconds: time the host worked on `num_steps` steps, its
+    waiting for the device (`wait_seconds`) not counted; dispatch_seconds: the part of it that started programs.
+    compilations: programs compiled after warm-up. tokens: output tokens collected.
+    """
 
     scheduler: SchedulerStats
     num_steps: int
     host_seconds: float
+    dispatch_seconds: float
     wait_seconds: float
     compilations: int
     tokens: int
@@ -100,7 +104,7 @@ class EngineCore:
         self._pending: list[RequestOutput] = []  # made between steps, by aborts
         self._in_flight: InFlight | None = None
         self._num_requests = self._num_steps = self._num_tokens = 0
-        self._host_seconds = self._wait_seconds = 0.0
+        self._host_seconds = self._dispatch_seconds = self._wait_seconds = 0.0
 
     @classmethod
     def from_model(cls, model: str | Path | Model, tokenizer: Any | None, config: EngineConfig) -> EngineCore:
@@ -217,7 +221,9 @@ class EngineCore:
         """Start the next step on the device, then take in the one before it."""
         started = time.perf_counter()
         scheduled = self.scheduler.schedule()
+        before = time.perf_counter()
         dispatched = self.runner.dispatch(scheduled)
+        self._dispatch_seconds += time.perf_counter() - before
         self.scheduler.after_dispatch(scheduled)
         previous, self._in_flight = self._in_flight, dispatched
         outputs, self._pending = self._pending, []
@@ -263,6 +269,7 @@ class EngineCore:
             scheduler=self.scheduler.stats(),
             num_steps=self._num_steps,
             host_seconds=self._host_seconds,
+            dispatch_seconds=self._dispatch_seconds,
             wait_seconds=self._wait_seconds,
             compilations=self.num_compilations,
             tokens=self._num_tokens,
