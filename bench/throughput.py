@@ -216,7 +216,7 @@ def report(
 
     host, dispatch, steps = host_time(ours, 64)
     print(
-        f"\nHost work per step at 64 decoding requests: {host:.2f} ms, {dispatch:.2f} of them starting programs (median "
+        f"\nHost work per step at 64 decoding requests: {host:.2f} ms, {dispatch:.2f} of it starting programs (median "
         f"of {steps} steps); programs compiled while serving: {ours.llm.stats().compilations}"
     )
     if args.json:
