@@ -74,9 +74,10 @@ def _among_candidates(rows: _Rows) -> tuple[Threshold, jax.Array]:
     """The threshold by the largest logits, and whether they prove it."""
     vocab = rows.logits.shape[1]
     size = min(CANDIDATES, vocab)
-    # Equal values: lowest id first. The barrier keeps XLA from slicing through the top_k, which it then would not
-    # recognise and run as a sort of the whole row.
-    values, ids = jax.lax.optimization_barrier(jax.lax.top_k(rows.logits, size))
+    values, ids = jax.lax.top_k(rows.logits, size)  # equal values: lowest id first
+    # Barriers keep XLA from slicing through the top_k, which it then would not recognise and run as a sort of the whole
+    # row. One each: a barrier round the pair trips a check in XLA's partitioner.
+    values, ids = jax.lax.optimization_barrier(values), jax.lax.optimization_barrier(ids)
     z = jnp.take_along_axis(rows.z, ids, axis=1)
     floor = jnp.log(rows.min_p)[:, None]  # -inf where off
 
