@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,9 @@ from jaxserve import EngineConfig, EngineCore, RequestOutput, SamplingParams
 if jax.config.jax_compilation_cache_dir is None:
     jax.config.update("jax_compilation_cache_dir", str(Path.home() / ".cache" / "jaxserve-tests"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what it runs in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
