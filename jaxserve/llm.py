@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -194,7 +195,7 @@ def parse_prompt(prompt: Prompt) -> tuple[str | list[int], str | None]:
             f"a prompt given as a dict must have either 'prompt' (a text) or 'prompt_token_ids' (a list), and may have "
             f"'cache_salt'; got the keys {sorted(prompt)}"
         )
-    if isinstance(prompt, Sequence) and all(isinstance(token, int) for token in prompt):
+    if isinstance(prompt, Sequence) and all(isinstance(token, Integral) for token in prompt):
         return list(prompt), None  # type: ignore[arg-type]
     raise ValueError(
         f"a prompt must be a text, a list of token ids or a dict; got {type(prompt).__name__} {prompt!r:.80}"
@@ -268,7 +269,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         return [prompts]
     if not isinstance(prompts, Sequence):
         raise ValueError(f"prompts must be a prompt or a list of prompts; got {type(prompts).__name__}")
-    if prompts and all(isinstance(token, int) for token in prompts):
+    if prompts and all(isinstance(token, Integral) for token in prompts):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
 
