@@ -67,7 +67,7 @@ class EngineCore:
         self.model = model
         self.vocab_size = model.vocab_size if tokenizer is None else min(model.vocab_size, len(tokenizer))
         mesh = _mesh(config.tensor_parallel_size)
-        platform = "cpu" if jax.default_backend() == "cpu" else "gpu"
+        platform = models.default_platform()
         tile = _TILE[platform]
         budget = config.max_num_batched_tokens or max(
             _BUDGET[platform] + config.max_num_seqs, 0 if config.enable_chunked_prefill else self.max_model_len + tile

@@ -159,9 +159,8 @@ class Runner:
     def _decode(self, rows: list[tuple[int, Request]]) -> StepOutput:
         run = np.zeros(bucket(self.buckets.slots, len(self.slots)), bool)
         run[[row for row, _ in rows]] = True
-        longest = max(
-            r.num_tokens + r.num_in_flight for _, r in rows
-        )  # this step's own positions are in flight already
+        # This step's own positions are in flight already.
+        longest = max(r.num_tokens + r.num_in_flight for _, r in rows)
         pages = bucket(self.buckets.pages, -(-(longest - 1) // self._block_size))
         self.cache, self.batch, output = self.programs["decode", len(run), pages](
             self.params, self.cache, self.batch, run
@@ -229,8 +228,7 @@ class Runner:
 def slot_row(request: Request) -> SlotRow:
     """A request's parameters as device values (NumPy scalars: nothing is compiled to make them)."""
     p = request.sampling_params
-    stops = () if p.ignore_eos else tuple(sorted(request.eos_token_ids))
-    stops = (*stops, *(p.stop_token_ids or ()))[:MAX_STOP_IDS]
+    stops = (*sorted(request.eos_token_ids), *p.stop_token_ids)[:MAX_STOP_IDS]  # no EOS ids under ignore_eos
     seed = request.seed & (2**64 - 1)
     return SlotRow(
         num_tokens=np.int32(request.num_tokens),

@@ -37,6 +37,11 @@ def from_config(
     return _llama(config, dtype, platform, seed=seed)
 
 
+def default_platform() -> str:
+    """Where JAX runs by default: "cpu" or "gpu"."""
+    return "cpu" if jax.default_backend() == "cpu" else "gpu"
+
+
 def default_dtype(platform: str) -> str:
     """bfloat16 on a GPU and on CPUs that multiply it in hardware, else float32."""
     if platform == "gpu":
@@ -49,5 +54,5 @@ def default_dtype(platform: str) -> str:
 
 
 def _llama(config: ModelConfig, dtype: str, platform: str | None, **kwargs: Any) -> Llama:
-    platform = platform or ("cpu" if jax.default_backend() == "cpu" else "gpu")
+    platform = platform or default_platform()
     return Llama(config, dtype=default_dtype(platform) if dtype == "auto" else dtype, platform=platform, **kwargs)
