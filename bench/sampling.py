@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.sampling.sampler import SamplingRows, sample
+from pallas_kernels import Filters
 
 KINDS = {  # temperature, top_k, top_p
     "greedy": (0.0, 0, 1.0),
@@ -42,10 +43,12 @@ def median_ms(call: Callable[[], Any], repeats: int) -> float:
 
 def sampling_rows(count: int, temperature: float, top_k: int, top_p: float) -> SamplingRows:
     return SamplingRows(
-        temperature=jnp.full(count, temperature),
-        top_p=jnp.full(count, top_p),
-        min_p=jnp.zeros(count),
-        top_k=jnp.full(count, top_k, jnp.int32),
+        filters=Filters(
+            temperature=jnp.full(count, temperature),
+            min_p=jnp.zeros(count),
+            top_k=jnp.full(count, top_k, jnp.int32),
+            top_p=jnp.full(count, top_p),
+        ),
         seed=jnp.zeros((count, 2), jnp.uint32),
         position=jnp.arange(count, dtype=jnp.int32),
         want_logprob=jnp.zeros(count, bool),

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from models.base import Array
+from pallas_kernels import Filters
 
 MAX_STOP_IDS = 16  # what the device checks; the host checks all of them, a step later
 
@@ -29,10 +30,7 @@ class SlotRow:
     max_tokens_total: Array  # int32, the request ends when it holds this many
     stop_ids: Array  # [E] int32, -1 = none
     seed: Array  # [2] uint32
-    temperature: Array  # float32, 0 = greedy
-    top_p: Array  # float32, 1 = off
-    min_p: Array  # float32, 0 = off
-    top_k: Array  # int32, 0 = off
+    filters: Filters
     want_logprob: Array  # bool
 
 
@@ -59,10 +57,12 @@ def empty_batch(num_slots: int, history: int, pages: int, drafts: int) -> BatchS
         max_tokens_total=full(0, jnp.int32),
         stop_ids=full(-1, jnp.int32, MAX_STOP_IDS),
         seed=full(0, jnp.uint32, 2),
-        temperature=full(0, jnp.float32),
-        top_p=full(1, jnp.float32),
-        min_p=full(0, jnp.float32),
-        top_k=full(0, jnp.int32),
+        filters=Filters(
+            temperature=full(0, jnp.float32),
+            min_p=full(0, jnp.float32),
+            top_k=full(0, jnp.int32),
+            top_p=full(1, jnp.float32),
+        ),
         want_logprob=full(False, jnp.bool_),
     )
     return BatchState(

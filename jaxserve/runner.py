@@ -21,6 +21,7 @@ from jaxserve.request import Request, RequestStatus
 from jaxserve.scheduler import PrefillChunk, SchedulerOutput
 from jaxserve.step import Cache, PrefillPlan, StepOutput
 from models.base import ForwardInputs, Model
+from pallas_kernels import Filters
 
 
 @dataclass
@@ -236,10 +237,12 @@ def slot_row(request: Request) -> SlotRow:
         max_tokens_total=np.int32(request.max_total_tokens),
         stop_ids=np.array([*stops, *[-1] * (MAX_STOP_IDS - len(stops))], np.int32),
         seed=np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32),
-        temperature=_temperature(p.temperature),
-        top_p=np.float32(p.top_p),
-        min_p=np.float32(p.min_p),
-        top_k=np.int32(max(p.top_k, 0)),
+        filters=Filters(
+            temperature=_temperature(p.temperature),
+            min_p=np.float32(p.min_p),
+            top_k=np.int32(max(p.top_k, 0)),
+            top_p=np.float32(p.top_p),
+        ),
         want_logprob=np.bool_(p.logprobs is not None),
     )
 

@@ -137,10 +137,7 @@ def _sampling_rows(rows: Any, used: jax.Array) -> SamplingRows:
 
     position = (rows.num_tokens - rows.prompt_len)[:, None] + jnp.arange(width, dtype=jnp.int32)
     return SamplingRows(
-        temperature=each(rows.temperature),
-        top_p=each(rows.top_p),
-        min_p=each(rows.min_p),
-        top_k=each(rows.top_k),
+        filters=jax.tree.map(each, rows.filters),
         seed=each(rows.seed),
         position=position.reshape(b * width),
         want_logprob=each(rows.want_logprob),

@@ -15,6 +15,7 @@ from jaxserve import batch, step
 from jaxserve.batch import MAX_STOP_IDS, BatchState, SlotRow
 from jaxserve.step import Cache, PrefillPlan
 from models import MarkovLM
+from pallas_kernels import Filters
 
 V, K, BLOCK, LENGTH, SLOTS = 16, 3, 4, 48, 3
 PAGES = LENGTH // BLOCK
@@ -39,13 +40,15 @@ def slot_row(prompt: list[int], limit: int, **values: Any) -> SlotRow:
     stop_ids[: len(stops)] = stops
     row: dict[str, Any] = {"temperature": 0.9, "top_p": 1.0, "min_p": 0.0, "top_k": 0, "want_logprob": True} | values
     kinds = {"top_k": np.int32, "want_logprob": np.bool_}
+    scalars = {name: kinds.get(name, np.float32)(value) for name, value in row.items()}
     return SlotRow(
         num_tokens=np.int32(len(prompt)),
         prompt_len=np.int32(len(prompt)),
         max_tokens_total=np.int32(limit),
         stop_ids=stop_ids,
         seed=np.array([7, 7 + len(prompt)], np.uint32),
-        **{name: kinds.get(name, np.float32)(value) for name, value in row.items()},
+        filters=Filters(**{name: scalars.pop(name) for name in ("temperature", "min_p", "top_k", "top_p")}),
+        **scalars,
     )  # type: ignore[arg-type]
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from jaxserve.sampling.draw import MAX_VOCAB, draw, random_words, tile_width
+from pallas_kernels.draw import MAX_VOCAB, draw, random_words, tile_width
 
 VOCABS = (100, 8193, 10000, 151936)
 
