@@ -9,13 +9,13 @@ import threading
 import time
 import uuid
 from collections import defaultdict, deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from jaxserve.config import EngineConfig
+from jaxserve.config import EngineConfig, ReasoningConfig
 from jaxserve.engine import EngineCore
 from jaxserve.llm import Prompt, parse_prompt
 from jaxserve.outputs import RequestOutput
@@ -58,6 +58,10 @@ class AsyncEngine:
         watermark: float = 0.01,
         seed: int = 0,
         keep_boundary_hidden: bool = False,
+        logits_processors: Sequence[Any] = (),
+        max_logprobs: int = 20,
+        logprobs_mode: str = "raw_logprobs",
+        reasoning_config: ReasoningConfig | Mapping[str, Any] | None = None,
         compilation_cache_dir: str | Path | None = None,
     ) -> None:
         config = EngineConfig(
@@ -76,6 +80,10 @@ class AsyncEngine:
             watermark=watermark,
             seed=seed,
             keep_boundary_hidden=keep_boundary_hidden,
+            logits_processors=logits_processors,
+            max_logprobs=max_logprobs,
+            logprobs_mode=logprobs_mode,
+            reasoning_config=reasoning_config,
             compilation_cache_dir=compilation_cache_dir,
         )
         self._start(EngineCore.from_model(model, tokenizer, config))

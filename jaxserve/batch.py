@@ -4,21 +4,28 @@ Slot s of every array belongs to the s-th running request; the host keeps the sa
 changes: a slot filled, a slot moved, a row of the block table. Nothing here grows with the length of an output
 but the token history, which the device writes itself.
 
-Axes: S slots, K drafts a slot, L history, P pages a slot, E stop ids.
+Axes: S slots, K drafts a slot, L history, P pages a slot, E stop ids, M listed ids.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
+from jax.sharding import Mesh
 
+from jaxserve.sampling.penalties import Penalties, TokenUse, empty_use
+from jaxserve.sampling.processor import LogitsProcessor
+from jaxserve.sampling.slots import move_use, use_of_history
+from jaxserve.sampling.thinking import Markers, section_start
+from jaxserve.sampling_params import MAX_STOP_IDS
 from models.base import Array
 from pallas_kernels import Filters
-
-MAX_STOP_IDS = 16  # what the device checks; the host checks all of them, a step later
 
 
 @struct.dataclass
@@ -31,7 +38,12 @@ class SlotRow:
     stop_ids: Array  # [E] int32, -1 = none
     seed: Array  # [2] uint32
     filters: Filters
-    want_logprob: Array  # bool
+    penalties: Penalties
+    thinking_budget: Array  # int32, -1 = none
+    num_logprobs: Array  # int32, of the most probable tokens; 0: of the sampled one alone; -1: none
+    logprob_ids: Array  # [M] int32, -1 = none
+    uses: Array  # [processors] bool
+    processors: tuple[Any, ...]  # the parameters of each logits processor
 
 
 @struct.dataclass
@@ -42,52 +54,67 @@ class BatchState:
     active: Array  # [S] bool, running and not yet stopped
     block_tables: Array  # [S, P] int32
     drafts: Array  # [S, K] int32, -1 = none
+    section: Array  # [S] int32, where the open thinking section began, -1 = none
+    use: TokenUse  # [S, ...], under tensor parallelism dealt out over the devices
     rows: SlotRow
 
 
-def empty_batch(num_slots: int, history: int, pages: int, drafts: int) -> BatchState:
+def empty_row(processors: Sequence[LogitsProcessor], listed: int) -> SlotRow:
+    """The row of a slot with nobody in it; NumPy, so that nothing is compiled to make it."""
+    return SlotRow(
+        num_tokens=np.int32(1),
+        prompt_len=np.int32(1),
+        max_tokens_total=np.int32(0),
+        stop_ids=np.full(MAX_STOP_IDS, -1, np.int32),
+        seed=np.zeros(2, np.uint32),
+        filters=Filters(np.float32(0), np.float32(0), np.int32(0), np.float32(1)),
+        penalties=Penalties(np.float32(1), np.float32(0), np.float32(0)),
+        thinking_budget=np.int32(-1),
+        num_logprobs=np.int32(-1),
+        logprob_ids=np.full(listed, -1, np.int32),
+        uses=np.zeros(len(processors), bool),
+        processors=tuple(p.empty_row() for p in processors),
+    )
+
+
+def empty_batch(num_slots: int, history: int, pages: int, drafts: int, row: SlotRow, vocab: int) -> BatchState:
     """A batch with nobody in it."""
 
-    def full(value: float, dtype: jnp.dtype, *shape: int) -> jax.Array:
+    def full(value: float, dtype: Any, *shape: int) -> jax.Array:
         return jnp.full((num_slots, *shape), value, dtype)
 
-    rows = SlotRow(
-        num_tokens=full(1, jnp.int32),
-        prompt_len=full(1, jnp.int32),
-        max_tokens_total=full(0, jnp.int32),
-        stop_ids=full(-1, jnp.int32, MAX_STOP_IDS),
-        seed=full(0, jnp.uint32, 2),
-        filters=Filters(
-            temperature=full(0, jnp.float32),
-            min_p=full(0, jnp.float32),
-            top_k=full(0, jnp.int32),
-            top_p=full(1, jnp.float32),
-        ),
-        want_logprob=full(False, jnp.bool_),
-    )
     return BatchState(
         tokens=full(0, jnp.int32, history),
         active=full(False, jnp.bool_),
         block_tables=full(0, jnp.int32, pages),
         drafts=full(-1, jnp.int32, drafts),
-        rows=rows,
+        section=full(-1, jnp.int32),
+        use=empty_use(num_slots, vocab, history),
+        rows=jax.tree.map(lambda x: jnp.broadcast_to(x, (num_slots, *np.shape(x))), row),
     )
 
 
-def fill_slot(state: BatchState, slot: jax.Array, tokens: jax.Array, row: SlotRow) -> BatchState:
+def fill_slot(
+    mesh: Mesh | None, markers: Markers | None, state: BatchState, slot: jax.Array, tokens: jax.Array, row: SlotRow
+) -> BatchState:
     """Give `slot` to a request. tokens: [l] int32, its history padded to a length bucket l <= L."""
+    section = jnp.int32(-1) if markers is None else section_start(markers, tokens, row.num_tokens)
     return replace(
         state,
         tokens=jax.lax.dynamic_update_slice(state.tokens, tokens[None], (slot, 0)),
         active=state.active.at[slot].set(True),
         drafts=state.drafts.at[slot].set(-1),
+        section=state.section.at[slot].set(section),
+        use=use_of_history(mesh, state.use, slot, tokens, row.num_tokens, row.prompt_len),
         rows=jax.tree.map(lambda all_, one: all_.at[slot].set(one), state.rows, row),
     )
 
 
-def move_slot(state: BatchState, source: jax.Array, target: jax.Array) -> BatchState:
+def move_slot(mesh: Mesh | None, state: BatchState, source: jax.Array, target: jax.Array) -> BatchState:
     """Copy slot `source` over `target`: a request left and the last one closes the gap."""
-    return jax.tree.map(lambda x: x.at[target].set(x[source]), state)
+    use = move_use(mesh, state.use, source, target)
+    nothing: Any = None  # an empty subtree, while the rest moves
+    return replace(jax.tree.map(lambda x: x.at[target].set(x[source]), replace(state, use=nothing)), use=use)
 
 
 def set_block_tables(state: BatchState, slots: jax.Array, tables: jax.Array) -> BatchState:

@@ -2,12 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 _POLICIES = ("fcfs", "priority")
 _DTYPES = ("auto", "float32", "bfloat16")
+LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits", "model_logprobs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReasoningConfig:
+    """How a thinking section begins and ends: texts, which need a tokenizer, or token ids."""
+
+    start: str | Sequence[int] = "<think>"
+    end: str | Sequence[int] = "</think>"
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> ReasoningConfig:
+        if unknown := sorted(set(fields) - {"start", "end"}):
+            raise ValueError(f"reasoning_config has the keys {unknown}; it must have only start and end")
+        return cls(**fields)
+
+    def token_ids(self, tokenizer: Any | None, vocab_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(start, end) as token ids. Raises ValueError naming the field."""
+        start, end = (self._token_ids(name, tokenizer, vocab_size) for name in ("start", "end"))
+        if start == end:
+            raise ValueError(f"reasoning_config.start and .end are both {start}; they must differ")
+        return start, end
+
+    def _token_ids(self, name: str, tokenizer: Any | None, vocab_size: int) -> tuple[int, ...]:
+        marker = getattr(self, name)
+        if isinstance(marker, str):
+            if tokenizer is None:
+                raise ValueError(f"reasoning_config.{name} is {marker!r}, and this engine has no tokenizer: give ids")
+            marker = tokenizer.encode(marker, add_special_tokens=False)
+        ids = tuple(marker) if isinstance(marker, Sequence) else ()
+        if not ids or not all(isinstance(i, int) and 0 <= i < vocab_size for i in ids):
+            raise ValueError(
+                f"reasoning_config.{name} is {marker!r}; it must be a text or ids in [0, {vocab_size - 1}]"
+            )
+        return ids
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +67,14 @@ class EngineConfig:
     watermark: share of the pool kept free when new requests are admitted, so that running ones can grow.
     seed: randomness of requests that give no seed is a function of this and their number in line.
     keep_boundary_hidden: also keep the hidden state at the end of every page (for proposers that read them).
+    logits_processors: of your own, classes or "module:Class" (jaxserve.sampling.processor.LogitsProcessor).
+    max_logprobs: most log-probabilities a request may ask for per token; -1: the whole vocabulary, which the device
+        then sorts and sends for every token of a batch in which a request asks for any.
+    logprobs_mode: what log-probabilities are of. "raw_logprobs": the model's distribution, under the request's grammar
+        where it has one; "model_logprobs": without the grammar; "processed_logprobs": what is drawn from, after all
+        processors and filters; "raw_logits", "processed_logits": the same before normalisation (processed ones of a
+        sampling request are relative to the largest). Prompts have only the raw kinds.
+    reasoning_config: the marker sequences of thinking sections, a ReasoningConfig or a dict of its fields.
     compilation_cache_dir: JAX's persistent compilation cache; None: ~/.cache/jaxserve, "" = off; a directory already
         set in JAX's own configuration wins.
     """
@@ -50,6 +94,10 @@ class EngineConfig:
     watermark: float = 0.01
     seed: int = 0
     keep_boundary_hidden: bool = False
+    logits_processors: Sequence[Any] = ()
+    max_logprobs: int = 20
+    logprobs_mode: str = "raw_logprobs"
+    reasoning_config: ReasoningConfig | Mapping[str, Any] | None = None
     compilation_cache_dir: str | Path | None = None
 
     def __post_init__(self) -> None:
@@ -64,6 +112,16 @@ class EngineConfig:
             _integer("num_blocks", self.num_blocks, 2)
         _integer("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
         _integer("seed", self.seed, -(2**63))
+        _one_of("logprobs_mode", self.logprobs_mode, LOGPROBS_MODES)
+        _integer("max_logprobs", self.max_logprobs, -1)
+        if isinstance(self.logits_processors, str) or not isinstance(self.logits_processors, Sequence):
+            raise ValueError(f"logits_processors is {self.logits_processors!r}; it must be a list of classes or names")
+        if isinstance(self.reasoning_config, Mapping):
+            object.__setattr__(self, "reasoning_config", ReasoningConfig.from_dict(self.reasoning_config))
+        if not isinstance(self.reasoning_config, ReasoningConfig | None):
+            raise ValueError(
+                f"reasoning_config is {self.reasoning_config!r}; it must be a ReasoningConfig, a dict or None"
+            )
         if not isinstance(self.compilation_cache_dir, str | Path | None):
             raise ValueError(f"compilation_cache_dir is {self.compilation_cache_dir!r}; it must be a path, '' or None")
         for name in ("enable_prefix_caching", "enable_chunked_prefill", "keep_boundary_hidden"):
@@ -104,13 +162,16 @@ class Buckets:
 
 
 def make_buckets(
-    max_num_seqs: int, max_model_len: int, max_num_batched_tokens: int, block_size: int, tile: int
+    max_num_seqs: int, max_model_len: int, max_num_batched_tokens: int, block_size: int, tile: int, devices: int = 1
 ) -> Buckets:
-    """Small lists: a factor of two between neighbours where a too large bucket costs time, four where it does not."""
+    """Small lists: a factor of two between neighbours where a too large bucket costs time, four where it does not.
+
+    Slots come in multiples of `devices`, which share the last step.
+    """
     pages = -(-max_model_len // block_size)
     context = max(1, 64 // block_size)
     return Buckets(
-        slots=_ladder(1, max_num_seqs, 2, skip=(2,)),
+        slots=_ladder(devices, -(-max_num_seqs // devices) * devices, 2, skip=(2,)),
         pages=_ladder(context, pages, 2),
         prefill_tiles=_ladder(1, max(1, max_num_batched_tokens // tile), 2),
         prefill_pages=_ladder(max(1, 128 // block_size), pages, 4),

@@ -16,13 +16,17 @@ from jax.sharding import Mesh
 
 import models
 from jaxserve.block_pool import BlockPool
-from jaxserve.config import EngineConfig, make_buckets
+from jaxserve.config import EngineConfig, ReasoningConfig, make_buckets
 from jaxserve.kv_manager import KVCacheManager
 from jaxserve.output_processor import OutputProcessor
 from jaxserve.outputs import RequestOutput
 from jaxserve.programs import use_persistent_cache
 from jaxserve.request import Request, RequestStatus
 from jaxserve.runner import InFlight, Runner
+from jaxserve.sampling.processor import ProcessorConfig
+from jaxserve.sampling.registry import make_processors, validate_params
+from jaxserve.sampling.sampler import Sampler
+from jaxserve.sampling.thinking import Markers
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler import Scheduler, SchedulerConfig, SchedulerOutput, SchedulerStats
 from models.base import Model
@@ -87,16 +91,17 @@ class EngineCore:
             BlockPool(num_blocks, config.enable_prefix_caching), config.block_size, config.watermark
         )
         self.scheduler = Scheduler(scheduler_config, self.kv)
+        self._sampler = self._make_sampler()
+        devices = config.tensor_parallel_size
         self.runner = Runner(
             model,
             mesh,
-            make_buckets(config.max_num_seqs, self.max_model_len, budget, config.block_size, tile),
+            make_buckets(config.max_num_seqs, self.max_model_len, budget, config.block_size, tile, devices),
             self.kv,
+            self._sampler,
             num_blocks=num_blocks,
             block_size=config.block_size,
             max_model_len=self.max_model_len,
-            max_num_seqs=config.max_num_seqs,
-            vocab_limit=self.vocab_size,
             keep_boundary_hidden=config.keep_boundary_hidden,
             params=params,
         )
@@ -105,6 +110,26 @@ class EngineCore:
         self._in_flight: InFlight | None = None
         self._num_requests = self._num_steps = self._num_tokens = 0
         self._host_seconds = self._dispatch_seconds = self._wait_seconds = 0.0
+
+    def _make_sampler(self) -> Sampler:
+        config, vocab = self.config, self.model.vocab_size
+        for_processors = ProcessorConfig(
+            vocab_size=vocab,
+            max_model_len=self.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            tokenizer=self.tokenizer,
+            stop_token_ids=tuple(self.model.eos_token_ids),
+        )
+        markers = None
+        if isinstance(config.reasoning_config, ReasoningConfig):
+            markers = Markers(*config.reasoning_config.token_ids(self.tokenizer, self.vocab_size))
+        return Sampler(
+            vocab_limit=self.vocab_size,
+            processors=make_processors(config.logits_processors, for_processors),
+            markers=markers,
+            max_logprobs=vocab if config.max_logprobs < 0 else min(config.max_logprobs, vocab),
+            logprobs_mode=config.logprobs_mode,
+        )
 
     @classmethod
     def from_model(cls, model: str | Path | Model, tokenizer: Any | None, config: EngineConfig) -> EngineCore:
@@ -142,7 +167,8 @@ class EngineCore:
                 raise ValueError(f"prompt_token_ids holds {token!r}; every token id must be an integer")
             if not 0 <= token < self.vocab_size:
                 raise ValueError(f"prompt_token_ids holds {token}; token ids must be in [0, {self.vocab_size})")
-        params.verify(self.vocab_size, self.max_model_len, len(token_ids))
+        params.verify(self.vocab_size, self.max_model_len, len(token_ids), self.model.eos_token_ids)
+        self._check_features(params)
         self._outputs.validate(params)
         return text, [int(token) for token in token_ids]
 
@@ -188,6 +214,24 @@ class EngineCore:
             parent = None if params.n == 1 else request_id
             self._outputs.add(request.request_id, text, token_ids, params, arrival, parent_id=parent, index=index)
         self._num_requests += 1
+
+    def _check_features(self, params: SamplingParams) -> None:
+        """What depends on how the engine was made."""
+        most = self._sampler.max_logprobs
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(params, name)
+            if value is not None and (value > most or (value == -1 and most < self.model.vocab_size)):
+                raise ValueError(f"{name} is {value}; it must be in [0, {most}], the engine's max_logprobs")
+        if len(params.logprob_token_ids or ()) > self._sampler.max_listed:
+            raise ValueError(
+                f"logprob_token_ids has {len(params.logprob_token_ids or ())} ids; it must have at most "
+                f"{self._sampler.max_listed} (the engine's max_logprobs is {most})"
+            )
+        if params.thinking_token_budget is not None and self._sampler.markers is None:
+            raise ValueError(
+                f"thinking_token_budget is {params.thinking_token_budget}, and this engine has no reasoning_config"
+            )
+        validate_params(self._sampler.processors, params)
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, dict):

@@ -15,7 +15,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from jaxserve.config import EngineConfig
+from jaxserve.config import EngineConfig, ReasoningConfig
 from jaxserve.engine import EngineCore
 from jaxserve.outputs import RequestOutput
 from jaxserve.sampling_params import RequestOutputKind, SamplingParams
@@ -56,6 +56,10 @@ class LLM:
         watermark: float = 0.01,
         seed: int = 0,
         keep_boundary_hidden: bool = False,
+        logits_processors: Sequence[Any] = (),
+        max_logprobs: int = 20,
+        logprobs_mode: str = "raw_logprobs",
+        reasoning_config: ReasoningConfig | Mapping[str, Any] | None = None,
         compilation_cache_dir: str | Path | None = None,
     ) -> None:
         config = EngineConfig(
@@ -74,6 +78,10 @@ class LLM:
             watermark=watermark,
             seed=seed,
             keep_boundary_hidden=keep_boundary_hidden,
+            logits_processors=logits_processors,
+            max_logprobs=max_logprobs,
+            logprobs_mode=logprobs_mode,
+            reasoning_config=reasoning_config,
             compilation_cache_dir=compilation_cache_dir,
         )
         self.engine = EngineCore.from_model(model, tokenizer, config)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from jaxserve.detokenizer import Detokenizer, StopMatch
 from jaxserve.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from jaxserve.request import Request
+from jaxserve.runner import TokenLogprobs
 from jaxserve.sampling_params import RequestOutputKind, SamplingParams
 
 
@@ -108,11 +109,13 @@ class OutputProcessor:
         parent.sequences[index] = sequence
         self._sequences[request_id] = sequence
 
-    def process(self, request: Request, new_token_ids: list[int], logprobs: list[float] | None) -> Processed:
+    def process(
+        self, request: Request, new_token_ids: list[int], logprobs: Sequence[TokenLogprobs] | None
+    ) -> Processed:
         """Takes in the tokens collected for `request`, whose status and stop_reason tell whether they end it.
 
-        logprobs: raw log-probability of each new token. A stop string that matches wins over any other end: the
-        request then ends with the first `stop.num_tokens` of the new tokens. Requests unknown here (aborted
+        logprobs: of each new token, where the request wants them. A stop string that matches wins over any other end:
+        the request then ends with the first `stop.num_tokens` of the new tokens. Requests unknown here (aborted
         meanwhile) give nothing.
         """
         sequence = self._sequences.get(request.request_id)
@@ -123,7 +126,7 @@ class OutputProcessor:
             stop = sequence.detokenizer.push(new_token_ids, hidden_last=_is_hidden(request, new_token_ids[-1]))
         num_tokens = len(new_token_ids) if stop is None else stop.num_tokens
         sequence.token_ids += new_token_ids[:num_tokens]
-        if logprobs is not None and sequence.parent.params.logprobs is not None:
+        if logprobs is not None:
             self._add_logprobs(sequence, new_token_ids[:num_tokens], logprobs)
         if stop is not None:
             self._finish(sequence, "stop", stop.stop)
@@ -174,12 +177,13 @@ class OutputProcessor:
             include_stop_str_in_output=params.include_stop_str_in_output,
             skip_special_tokens=params.skip_special_tokens,
             spaces_between_special_tokens=params.spaces_between_special_tokens,
+            min_tokens=params.min_tokens,
         )
 
-    def _add_logprobs(self, sequence: _Sequence, token_ids: list[int], logprobs: list[float]) -> None:
-        for token, logprob in zip(token_ids, logprobs, strict=False):  # those after a stop string are dropped
-            sequence.cumulative_logprob += logprob
-            sequence.logprobs.append({token: Logprob(logprob, None, self._decode(token))})
+    def _add_logprobs(self, sequence: _Sequence, token_ids: list[int], logprobs: Sequence[TokenLogprobs]) -> None:
+        for token, found in zip(token_ids, logprobs, strict=False):  # those after a stop string are dropped
+            sequence.cumulative_logprob += found[token][0]
+            sequence.logprobs.append({i: Logprob(value, rank, self._decode(i)) for i, (value, rank) in found.items()})
 
     def _decode(self, token: int) -> str | None:
         return None if self._tokenizer is None else self._tokenizer.decode([token], skip_special_tokens=False)
@@ -260,7 +264,7 @@ def _completion(sequence: _Sequence) -> CompletionOutput:
     if params.output_kind is RequestOutputKind.DELTA:
         first_char, first_token = sequence.sent_chars, sequence.sent_tokens
         sequence.sent_chars, sequence.sent_tokens = end, len(sequence.token_ids)
-    with_logprobs = params.logprobs is not None
+    with_logprobs = params.wants_logprobs
     return CompletionOutput(
         index=sequence.index,
         text=text[first_char:end],

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Logprob:
-    """Of one token. rank: 1 + number of tokens strictly more probable; None where it was not asked for."""
+    """Of one token, in the engine's logprobs_mode. rank: 1 + number of tokens strictly more probable."""
 
     logprob: float
-    rank: int | None = None
+    rank: int
     decoded_token: str | None = None
 
 
@@ -31,7 +31,8 @@ class CompletionOutput:
 
     text, token_ids, logprobs: the token that ended the sequence is part of token_ids, but not of text.
     cumulative_logprob: sum over the whole sequence so far (also under DELTA); None without logprobs.
-    logprobs: for every token id in token_ids a dict from token id to its Logprob; None without logprobs.
+    logprobs: for every token id in token_ids a dict from token id to its Logprob, the token itself first; None without
+        logprobs.
     finish_reason: "stop", "length", "abort", "error"; None while running.
     stop_reason: the stop string or the id of stop_token_ids that ended it; None for end of sequence and other ends.
     error: why it failed, with finish_reason "error".

@@ -66,7 +66,8 @@ class Request:
     finished_time: float | None = None
     order: tuple[float, ...] = ()  # owned by the scheduler: its place in every queue
     block_hashes: list[bytes] = field(init=False, default_factory=list)  # owned by the KV cache manager
-    _end_ids: frozenset[int] = field(init=False)
+    shaped: bool = False  # owned by the runner: whether it uses anything that comes before temperature
+    stop_ids: frozenset[int] = field(init=False)  # what ends it: end of sequence and its own
 
     def __post_init__(self) -> None:
         params = self.sampling_params
@@ -76,7 +77,7 @@ class Request:
             self.max_total_tokens = min(self.max_model_len, len(self.token_ids) + params.max_tokens)
         if params.ignore_eos:
             self.eos_token_ids = frozenset()
-        self._end_ids = self.eos_token_ids | frozenset(params.stop_token_ids)
+        self.stop_ids = self.eos_token_ids | frozenset(params.stop_token_ids)
 
     @property
     def num_tokens(self) -> int:
@@ -99,9 +100,15 @@ class Request:
         A stop id always ends the request: below min_tokens the device does not emit one unless the grammar
         leaves no other choice, and then the request must end.
         """
-        if token in self._end_ids:
+        if token in self.stop_ids:
             self.stop_reason = None if token in self.eos_token_ids else token
             return RequestStatus.FINISHED_STOPPED
         if len(self.token_ids) >= self.max_total_tokens:
             return RequestStatus.FINISHED_LENGTH
+        params = self.sampling_params
+        repetition = params.repetition_detection
+        long_enough = len(self.output_token_ids) >= params.min_tokens
+        if repetition is not None and long_enough and repetition.found_in(self.output_token_ids):
+            self.stop_reason = "repetition_detected"
+            return RequestStatus.FINISHED_STOPPED
         return None

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -12,16 +11,27 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxserve import batch, step
-from jaxserve.batch import MAX_STOP_IDS, BatchState, SlotRow
+from jaxserve import batch
+from jaxserve.batch import BatchState, SlotRow
 from jaxserve.config import Buckets, bucket
 from jaxserve.kv_manager import KVCacheManager
-from jaxserve.programs import Program, Programs
-from jaxserve.request import Request, RequestStatus
+from jaxserve.programs import Programs
+from jaxserve.request import Request
+from jaxserve.sampling.logprobs import Logprobs
+from jaxserve.sampling.penalties import Penalties
+from jaxserve.sampling.processor import used_row
+from jaxserve.sampling.sampler import Sampler
+from jaxserve.sampling.slots import place_use
+from jaxserve.sampling_params import MAX_STOP_IDS, SamplingParams
 from jaxserve.scheduler import PrefillChunk, SchedulerOutput
-from jaxserve.step import Cache, PrefillPlan, StepOutput
+from jaxserve.slot_table import SlotTable
+from jaxserve.step import Cache, PrefillPlan, StepOutput, view_of
+from jaxserve.step_programs import StepPrograms
 from models.base import ForwardInputs, Model
 from pallas_kernels import Filters
+
+_INT32_MAX = 2**31 - 1
+TokenLogprobs = dict[int, tuple[float, int]]  # token id -> (value, rank), the sampled token first
 
 
 @dataclass
@@ -38,12 +48,12 @@ class Collected:
     """A step's results on the host, by request id."""
 
     tokens: dict[str, list[int]]
-    logprobs: dict[str, list[float]]
+    logprobs: dict[str, list[TokenLogprobs]]  # of requests that want them, one for each of their tokens
     errors: dict[str, str]
 
 
 class Runner:
-    """Owns the device values: parameters, page pool, batch. Slot i belongs to `slots[i]`; slots are dense."""
+    """Owns the device values: parameters, page pool, batch."""
 
     def __init__(
         self,
@@ -51,34 +61,35 @@ class Runner:
         mesh: Mesh | None,
         buckets: Buckets,
         kv_manager: KVCacheManager,
+        sampler: Sampler,
         *,
         num_blocks: int,
         block_size: int,
         max_model_len: int,
-        max_num_seqs: int,
-        vocab_limit: int,
         keep_boundary_hidden: bool,
         params: Any = None,
     ) -> None:
         self.model, self._mesh, self.buckets, self._kv_manager = model, mesh, buckets, kv_manager
-        self._block_size, self._vocab_limit = block_size, vocab_limit
+        self.sampler, self._block_size = sampler, block_size
         self._whole = None if mesh is None else NamedSharding(mesh, PartitionSpec())
         self.params = model.load_params(mesh) if params is None else params
-        self.batch: BatchState = self._place(batch.empty_batch(max_num_seqs, max_model_len, buckets.pages[-1], 0))
+        row = batch.empty_row(sampler.processors, sampler.max_listed)
+        slots = buckets.slots[-1]
+        state = batch.empty_batch(slots, max_model_len, buckets.pages[-1], 0, row, model.vocab_size)
+        self.batch: BatchState = replace(self._place(state), use=place_use(state.use, mesh))
         kv = model.init_kv(num_blocks, block_size, mesh)
         boundary = self._make_boundary(kv, num_blocks) if keep_boundary_hidden else None
         self.cache = Cache(kv=kv, boundary=boundary, block_size=block_size)
-        self.slots: list[Request] = []
-        self._abstract = jax.tree.map(_abstract, (self.params, self.cache, self.batch))
-        self.programs = Programs(self._program)
+        self.slots = SlotTable()
+        abstract = jax.tree.map(_abstract, (self.params, self.cache, self.batch))
+        self._step_programs = StepPrograms(model, sampler, mesh, buckets, *abstract)
+        self.programs = Programs(self._step_programs.program)
 
     # ---- one step ----
 
     def dispatch(self, scheduled: SchedulerOutput) -> InFlight | None:
         """Start what was scheduled; None when that is nothing."""
-        self._release_slots()
-        for request in scheduled.admitted:
-            self._fill_slot(request)
+        self._update_slots(scheduled.admitted)
         if scheduled.block_table_changes:
             self._send_block_tables(scheduled.block_table_changes)
         if scheduled.prefill:
@@ -87,6 +98,8 @@ class Runner:
         if not rows:
             return InFlight(scheduled, rows, None) if scheduled.prefill else None
         output = self._decode(rows)
+        if not any(request.sampling_params.wants_logprobs for _, request in rows):
+            output = replace(output, logprobs=None)
         for array in jax.tree.leaves(output):
             array.copy_to_host_async()
         return InFlight(scheduled, rows, output)
@@ -97,36 +110,45 @@ class Runner:
         collected = Collected({}, {}, {})
         if flight.output is None:
             return collected
-        tokens, logprobs = np.asarray(flight.output.tokens).tolist(), np.asarray(flight.output.logprobs).tolist()
-        finite = np.asarray(flight.output.finite).tolist()
+        output: StepOutput = jax.tree.map(np.asarray, flight.output)
+        tokens, finite = output.tokens.tolist(), output.finite.tolist()
         for row, request in flight.rows:
             emitted = [t for t in tokens[row] if t >= 0]
             collected.tokens[request.request_id] = emitted
-            collected.logprobs[request.request_id] = logprobs[row][: len(emitted)]
+            logprobs = output.logprobs
+            if logprobs is not None and request.sampling_params.wants_logprobs:
+                collected.logprobs[request.request_id] = [
+                    token_logprobs(logprobs, (row, j), token, request) for j, token in enumerate(emitted)
+                ]
             if not finite[row]:
                 collected.errors[request.request_id] = "the model's logits were NaN or left no token possible"
         return collected
 
     # ---- slots ----
 
-    def _release_slots(self) -> None:
-        """Close the gaps left by requests that no longer run; the last slot moves into a gap."""
-        for i in reversed(range(len(self.slots))):
-            if self.slots[i].status is RequestStatus.RUNNING:
-                continue
-            self.slots[i].slot = None
-            last = self.slots.pop()
-            if i < len(self.slots):
-                self.batch = self.programs["move",](self.batch, np.int32(len(self.slots)), np.int32(i))
-                self.slots[i], last.slot = last, i
+    def _update_slots(self, admitted: Sequence[Request]) -> None:
+        changes = self.slots.update(admitted)
+        for request in changes.added:
+            width = bucket(self.buckets.history, request.num_tokens)
+            tokens = np.zeros(width, np.int32)
+            tokens[: request.num_tokens] = request.token_ids
+            row = self._row(request)
+            slot = np.int32(request.slot or 0)
+            self.batch = self.programs["fill", width](self.batch, slot, tokens, row)
+        for source, target in changes.moved:
+            self.batch = self.programs["move",](self.batch, np.int32(source), np.int32(target))
+        for processor in self.sampler.processors:
+            processor.update_state(changes.update)
 
-    def _fill_slot(self, request: Request) -> None:
-        request.slot = len(self.slots)
-        self.slots.append(request)
-        width = bucket(self.buckets.history, request.num_tokens)
-        tokens = np.zeros(width, np.int32)
-        tokens[: request.num_tokens] = request.token_ids
-        self.batch = self.programs["fill", width](self.batch, np.int32(request.slot), tokens, slot_row(request))
+    def _row(self, request: Request) -> SlotRow:
+        params = request.sampling_params
+        used = [used_row(processor, params) for processor in self.sampler.processors]
+        request.shaped = any(uses for uses, _ in used) or params.penalizes or params.thinking_token_budget is not None
+        return replace(
+            slot_row(request, self.sampler.max_listed),
+            uses=np.array([uses for uses, _ in used], bool),
+            processors=tuple(row for _, row in used),
+        )
 
     def _send_block_tables(self, requests: list[Request]) -> None:
         width, slots = self.buckets.pages[-1], len(self.batch.active)
@@ -154,68 +176,25 @@ class Runner:
         plan = np.zeros((3, bucket(self.buckets.prefill_tiles, len(tiles))), np.int32)
         plan[:, : len(tiles)] = np.array(tiles, np.int32).T
         self.cache = self.programs["prefill", plan.shape[1], pages](
-            self.params, self.cache, self.batch, PrefillPlan(*plan)
+            self.params, self.cache, view_of(self.batch), PrefillPlan(*plan)
         )
 
     def _decode(self, rows: list[tuple[int, Request]]) -> StepOutput:
-        run = np.zeros(bucket(self.buckets.slots, len(self.slots)), bool)
+        run = np.zeros(bucket(self.buckets.slots, len(self.slots.requests)), bool)
         run[[row for row, _ in rows]] = True
         # This step's own positions are in flight already.
         longest = max(r.num_tokens + r.num_in_flight for _, r in rows)
         pages = bucket(self.buckets.pages, -(-(longest - 1) // self._block_size))
-        self.cache, self.batch, output = self.programs["decode", len(run), pages](
-            self.params, self.cache, self.batch, run
+        self.cache, logits = self.programs["forward", len(run), pages](
+            self.params, self.cache, view_of(self.batch), run
         )
+        shaped = any(request.shaped for request in self.slots.requests)
+        self.batch, output = self.programs["sample", len(run), shaped](self.batch, logits, run)
         return output
-
-    # ---- programs ----
 
     def warmup(self, progress: bool = True) -> None:
         """Compile every program that any traffic can ask for."""
-        self.programs.warmup(self._keys(), progress)
-
-    def _keys(self) -> Iterator[Hashable]:
-        b = self.buckets
-        yield ("move",)
-        yield from (("fill", n) for n in b.history)
-        yield from (("tables", n) for n in b.table_rows)
-        yield from (("decode", s, p) for s in b.slots for p in b.pages)
-        yield from (("prefill", n, p) for n in b.prefill_tiles for p in b.prefill_pages)
-
-    def _program(self, key: Any) -> Program:
-        """The program of a key. Shardings are fixed on the way in and out: what is donated must come back as it was."""
-        params, cache, state = self._abstract
-        name, *sizes = key
-        i32 = partial(jax.ShapeDtypeStruct, dtype=jnp.int32, sharding=self._whole)
-        if name == "move":
-            return self._compiled_as(key, batch.move_slot, (state, i32(()), i32(())), donated=(0,), outputs=state)
-        if name == "fill":
-            args: tuple[Any, ...] = (state, i32(()), i32((sizes[0],)), self._abstract_row())
-            return self._compiled_as(key, batch.fill_slot, args, donated=(0,), outputs=state)
-        if name == "tables":
-            args = (state, i32((sizes[0],)), i32((sizes[0], self.buckets.pages[-1])))
-            return self._compiled_as(key, batch.set_block_tables, args, donated=(0,), outputs=state)
-        if name == "prefill":
-            prefill = partial(step.prefill, self.model, self._mesh, self.buckets.tile, sizes[1])
-            plan = PrefillPlan(*(i32((sizes[0],)) for _ in range(3)))
-            return self._compiled_as(key, prefill, (params, cache, state, plan), donated=(1,), outputs=cache)
-        decode = partial(step.decode, self.model, self._mesh, self._vocab_limit, sizes[1])
-        run = jax.ShapeDtypeStruct((sizes[0],), jnp.bool_, sharding=self._whole)
-        output = StepOutput(*(jax.ShapeDtypeStruct((), jnp.int32, sharding=self._whole) for _ in range(3)))
-        return self._compiled_as(
-            key, decode, (params, cache, state, run), donated=(1, 2), outputs=(cache, state, output)
-        )
-
-    def _compiled_as(
-        self, key: Hashable, function: Any, args: tuple[Any, ...], donated: tuple[int, ...], outputs: Any
-    ) -> Program:
-        shardings = None if self._mesh is None else jax.tree.map(lambda x: x.sharding, outputs)
-        return Program(key, jax.jit(function, donate_argnums=donated, out_shardings=shardings), args)
-
-    def _abstract_row(self) -> SlotRow:
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=self._whole), self._abstract[2].rows
-        )
+        self.programs.warmup(self._step_programs.keys(), progress)
 
     def _place(self, tree: Any) -> Any:
         return tree if self._whole is None else jax.device_put(tree, self._whole)
@@ -226,16 +205,16 @@ class Runner:
         return self._place(jnp.zeros((num_blocks, hidden.shape[-1]), hidden.dtype))
 
 
-def slot_row(request: Request) -> SlotRow:
-    """A request's parameters as device values (NumPy scalars: nothing is compiled to make them)."""
+def slot_row(request: Request, listed: int) -> SlotRow:
+    """A request's parameters as device values (NumPy: nothing is compiled to make them). Processors are left out."""
     p = request.sampling_params
-    stops = (*sorted(request.eos_token_ids), *p.stop_token_ids)[:MAX_STOP_IDS]  # no EOS ids under ignore_eos
     seed = request.seed & (2**64 - 1)
-    return SlotRow(
+    return replace(
+        batch.empty_row((), listed),
         num_tokens=np.int32(request.num_tokens),
         prompt_len=np.int32(len(request.prompt_token_ids)),
         max_tokens_total=np.int32(request.max_total_tokens),
-        stop_ids=np.array([*stops, *[-1] * (MAX_STOP_IDS - len(stops))], np.int32),
+        stop_ids=_padded(sorted(request.stop_ids), MAX_STOP_IDS),
         seed=np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32),
         filters=Filters(
             temperature=_temperature(p.temperature),
@@ -243,8 +222,41 @@ def slot_row(request: Request) -> SlotRow:
             top_k=np.int32(max(p.top_k, 0)),
             top_p=np.float32(p.top_p),
         ),
-        want_logprob=np.bool_(p.logprobs is not None),
+        penalties=Penalties(
+            repetition=np.float32(p.repetition_penalty),
+            frequency=np.float32(p.frequency_penalty),
+            presence=np.float32(p.presence_penalty),
+        ),
+        thinking_budget=np.int32(-1 if p.thinking_token_budget is None else p.thinking_token_budget),
+        num_logprobs=np.int32(_num_logprobs(p)),
+        logprob_ids=_padded(p.logprob_token_ids or (), listed),
     )
+
+
+def _num_logprobs(params: SamplingParams) -> int:
+    if not params.wants_logprobs:
+        return -1
+    return _INT32_MAX if params.logprobs == -1 else params.logprobs or 0
+
+
+def _padded(ids: Sequence[int], size: int) -> np.ndarray:
+    return np.array([*ids, *[-1] * (size - len(ids))], np.int32)
+
+
+def token_logprobs(logprobs: Logprobs, at: tuple[int, ...], token: int, request: Request) -> TokenLogprobs:
+    """What a request asked for of the row at `at`: its token, its most probable tokens, the ids it listed."""
+    p = request.sampling_params
+    number = 0 if p.logprobs is None else p.logprobs
+    found: TokenLogprobs = {token: (float(logprobs.token[at]), int(logprobs.token_rank[at]))}
+    if number:
+        top = (x[at] if number < 0 else x[at][:number] for x in (logprobs.top_ids, logprobs.top, logprobs.top_ranks))
+        found |= {i: (v, r) for i, v, r in zip(*(x.tolist() for x in top), strict=True) if i not in found}
+    if p.logprob_token_ids:
+        listed = zip(
+            p.logprob_token_ids, logprobs.listed[at].tolist(), logprobs.listed_ranks[at].tolist(), strict=False
+        )
+        found |= {i: (v, r) for i, v, r in listed if i not in found}
+    return found
 
 
 def _temperature(value: float) -> np.float32:

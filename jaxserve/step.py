@@ -1,8 +1,9 @@
-"""The device step: two programs over the same state.
+"""The device step: three programs over the same state.
 
-`prefill` stores keys and values of prompt tokens and samples nothing; it leaves a prompt's last token to `decode`,
-which runs every request's newest token (and its drafts), samples, verifies, and writes the result into the batch. So
-the step from logits to tokens exists once.
+`prefill` stores keys and values of prompt tokens and samples nothing; it leaves a prompt's last token to `forward`,
+which makes the logits of every request's newest token and its drafts. `sample` takes them, verifies the drafts and
+writes the result into the batch. So the step from logits to tokens exists once, and its variants are no reason to
+compile the model again.
 
 Axes: S slots of the batch, B the leading slots a program runs over (a bucket), K drafts, N prefill tiles of Q
 positions.
@@ -11,17 +12,20 @@ positions.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from jaxserve.batch import BatchState
-from jaxserve.sampling.sampler import Sampled, SamplingRows, sample
+from jaxserve.sampling.logprobs import Logprobs
+from jaxserve.sampling.sampler import Sampler, Window
+from jaxserve.sampling.slots import sample_slots, use_of_emitted
+from jaxserve.sampling.thinking import sections_of_window
 from models.base import Array, ForwardInputs, Model, page_of
-from models.sharding import constrain
 
 
 @struct.dataclass
@@ -46,12 +50,27 @@ class PrefillPlan:
 
 
 @struct.dataclass
+class BatchView:
+    """The part of the batch that the forward pass reads."""
+
+    tokens: Array  # [S, L]
+    active: Array  # [S]
+    block_tables: Array  # [S, P]
+    drafts: Array  # [S, K]
+    num_tokens: Array  # [S]
+
+
+def view_of(state: BatchState) -> BatchView:
+    return BatchView(state.tokens, state.active, state.block_tables, state.drafts, state.rows.num_tokens)
+
+
+@struct.dataclass
 class StepOutput:
-    """What the host learns. tokens [B, 1+K] int32, -1 after the last; logprobs [B, 1+K] float32; finite [B] bool."""
+    """What the host learns. tokens [B, 1+K] int32, -1 after the last; finite [B] bool; logprobs of [B, 1+K]."""
 
     tokens: Array
-    logprobs: Array
     finite: Array
+    logprobs: Logprobs | None  # None once it is known that nobody asked
 
 
 def prefill(
@@ -61,58 +80,60 @@ def prefill(
     pages: int,
     params: Any,
     cache: Cache,
-    state: BatchState,
+    view: BatchView,
     plan: PrefillPlan,
 ) -> Cache:
     """Store the KV of the planned tiles. `pages` bounds the context that attention runs over."""
     offset = jnp.arange(tile, dtype=jnp.int32)
     positions = jnp.where(offset < plan.count[:, None], plan.start[:, None] + offset, -1)  # [N, Q]
-    tokens = state.tokens[plan.slot[:, None], jnp.maximum(positions, 0)]
-    inputs = ForwardInputs(tokens, positions, state.block_tables[plan.slot, :pages])
+    tokens = view.tokens[plan.slot[:, None], jnp.maximum(positions, 0)]
+    inputs = ForwardInputs(tokens, positions, view.block_tables[plan.slot, :pages])
     _, cache = _forward(model, mesh, params, cache, inputs)
     return cache
 
 
-def decode(
-    model: Model,
-    mesh: Mesh | None,
-    vocab_limit: int,
-    pages: int,
-    params: Any,
-    cache: Cache,
-    state: BatchState,
-    run: jax.Array,  # [B] bool, which of the leading slots take part
-) -> tuple[Cache, BatchState, StepOutput]:
-    """One token for every running request, or as many as its drafts were right about.
-
-    vocab_limit: ids from here on are padding of the logits and never emitted.
-    """
-    b, k = run.shape[0], state.drafts.shape[1]
-    rows = jax.tree.map(lambda x: x[:b], state.rows)
-    run = run & state.active[:b]
-    drafts = state.drafts[:b]
-    n_drafts = jnp.sum(jnp.cumprod(drafts >= 0, axis=1), axis=1)  # [B]
-
-    last = rows.num_tokens - 1
-    offset = jnp.arange(1 + k, dtype=jnp.int32)
-    used = run[:, None] & (offset <= n_drafts[:, None])  # [B, 1+K]
-    newest = jnp.take_along_axis(state.tokens[:b], last[:, None], axis=1)
+def forward(
+    model: Model, mesh: Mesh | None, pages: int, params: Any, cache: Cache, view: BatchView, run: jax.Array
+) -> tuple[Cache, jax.Array]:
+    """Logits [B*(1+K), V] of the newest token and the drafts of every slot that runs (run [B] bool)."""
+    b = len(run)
+    used, positions = _positions(view, run)
+    newest = jnp.take_along_axis(view.tokens[:b], view.num_tokens[:b, None] - 1, axis=1)
     inputs = ForwardInputs(
-        tokens=jnp.concatenate([newest, jnp.maximum(drafts, 0)], axis=1),
-        positions=jnp.where(used, last[:, None] + offset, -1),
-        block_tables=state.block_tables[:b, :pages],
+        tokens=jnp.concatenate([newest, jnp.maximum(view.drafts[:b], 0)], axis=1),
+        positions=jnp.where(used, positions, -1),
+        block_tables=view.block_tables[:b, :pages],
     )
     hidden, cache = _forward(model, mesh, params, cache, inputs)
-    logits = model.logits(params, hidden.reshape(b * (1 + k), -1))  # [R, V]
-    if vocab_limit < logits.shape[1]:
-        logits = jnp.where(jnp.arange(logits.shape[1]) < vocab_limit, logits, -jnp.inf)
+    return cache, model.logits(params, hidden.reshape(positions.size, -1))
+
+
+def sample(
+    sampler: Sampler, mesh: Mesh | None, shaped: bool, state: BatchState, logits: jax.Array, run: jax.Array
+) -> tuple[BatchState, StepOutput]:
+    """One token for every slot that runs, or as many as its drafts were right about."""
+    b = len(run)
+    rows = jax.tree.map(lambda x: x[:b], state.rows)
+    run = run & state.active[:b]
+    used, _ = _positions(view_of(state), run)
+    drafts = state.drafts[:b]
+    window = Window(rows, state.tokens[:b], drafts, used, state.section[:b])
     with jax.named_scope("sample"):
-        sampled = sample_rows(logits, _sampling_rows(rows, used), mesh)
+        sampled = sample_slots(mesh, partial(sampler.sample, shaped=shaped), logits, window, state.use)
     with jax.named_scope("commit"):
-        tokens, finite = verify(sampled, drafts, used)
+        tokens, finite = verify(sampled.token, sampled.finite, drafts, used)
         tokens, done = _stop(tokens, rows, finite)
-        state = _commit(state, tokens, rows, run & done)
-    return cache, state, StepOutput(tokens, sampled.logprob.reshape(b, 1 + k), finite | ~run)
+        state = _commit(sampler, mesh, state, tokens, rows, run & done)
+    return state, StepOutput(tokens, finite | ~run, sampled.logprobs)
+
+
+def _positions(view: BatchView, run: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Which of the 1+K rows of each slot count, and their positions: [B, 1+K]."""
+    b, k = len(run), view.drafts.shape[1]
+    n_drafts = jnp.sum(jnp.cumprod(view.drafts[:b] >= 0, axis=1), axis=1)
+    offset = jnp.arange(1 + k, dtype=jnp.int32)
+    used = (run & view.active[:b])[:, None] & (offset <= n_drafts[:, None])
+    return used, view.num_tokens[:b, None] - 1 + offset
 
 
 def _forward(
@@ -128,62 +149,16 @@ def _forward(
     return hidden, replace(cache, kv=kv, boundary=boundary)
 
 
-def _sampling_rows(rows: Any, used: jax.Array) -> SamplingRows:
-    """Per-slot parameters repeated for the 1+K rows of each slot."""
-    b, width = used.shape
-
-    def each(x: jax.Array) -> jax.Array:
-        return jnp.repeat(x, width, axis=0)
-
-    position = (rows.num_tokens - rows.prompt_len)[:, None] + jnp.arange(width, dtype=jnp.int32)
-    return SamplingRows(
-        filters=jax.tree.map(each, rows.filters),
-        seed=each(rows.seed),
-        position=position.reshape(b * width),
-        want_logprob=each(rows.want_logprob),
-        valid=used.reshape(b * width),
-    )
-
-
-def sample_rows(logits: jax.Array, rows: SamplingRows, mesh: Mesh | None) -> Sampled:
-    """`sample`, with the rows dealt out over the mesh.
-
-    The logits come out of lm_head split by vocabulary; splitting them by row instead is one all-to-all, after which
-    every device does the whole last step for its own rows. Only token ids are exchanged afterwards.
-    """
-    if mesh is None or mesh.size == 1:
-        return sample(logits, rows)
-    count = logits.shape[0]
-    pad = -count % mesh.size
-    if pad:
-        logits, rows = jax.tree.map(lambda x: jnp.pad(x, ((0, pad), *((0, 0),) * (x.ndim - 1))), (logits, rows))
-
-    def own_rows(logits: jax.Array, rows: SamplingRows) -> Sampled:
-        own = logits.shape[0]
-        first = jax.lax.axis_index("tp") * own
-        mine = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, own), rows)
-        return jax.tree.map(lambda x: jax.lax.all_gather(x, "tp", tiled=True), sample(logits, mine))
-
-    # Only the logits are dealt out. The batch stays whole: a row sharding that leaked into the token
-    # history would be undone by gathering the history.
-    deal = jax.shard_map(
-        own_rows, mesh=mesh, in_specs=(PartitionSpec("tp"), PartitionSpec()), out_specs=PartitionSpec(), check_vma=False
-    )
-    return jax.tree.map(lambda x: x[:count], deal(constrain(logits, (None, "vocab"), mesh), rows))
-
-
-def verify(sampled: Sampled, drafts: jax.Array, used: jax.Array) -> tuple[jax.Array, jax.Array]:
+def verify(drawn: jax.Array, fine: jax.Array, drafts: jax.Array, used: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Coupled verification: a draft is accepted iff it is what was drawn at its position.
 
     Every position is drawn with its own (seed, position) randomness: the tokens are the same with and without drafts.
-    drafts [B, K], used [B, 1+K]. Returns tokens [B, 1+K], -1 where nothing is emitted, and finite [B]: False where the
-    first row that counts had no distribution.
+    drawn, fine, used: [B, 1+K], the token of each row, whether it had a distribution, whether it counts; drafts [B, K].
+    Returns tokens [B, 1+K], -1 where nothing is emitted, and finite [B]: False where the first row that counts had no
+    distribution.
     """
-    b, width = used.shape
-    drawn = sampled.token.reshape(b, width)
-    fine = sampled.finite.reshape(b, width)
     right = jnp.cumprod((drafts == drawn[:, :-1]) & used[:, 1:], axis=1).astype(bool)  # [B, K]
-    reached = used & jnp.concatenate([jnp.ones((b, 1), bool), right], axis=1)
+    reached = used & jnp.concatenate([used[:, :1], right], axis=1)
     sound = jnp.cumprod(fine | ~reached, axis=1).astype(bool)
     return jnp.where(reached & sound, drawn, -1), fine[:, 0] | ~used[:, 0]
 
@@ -199,15 +174,26 @@ def _stop(tokens: jax.Array, rows: Any, finite: jax.Array) -> tuple[jax.Array, j
     return tokens, jnp.any(stops & (tokens >= 0), axis=1) | full | ~finite
 
 
-def _commit(state: BatchState, tokens: jax.Array, rows: Any, done: jax.Array) -> BatchState:
-    """Append the emitted tokens to the histories."""
+def _commit(
+    sampler: Sampler, mesh: Mesh | None, state: BatchState, tokens: jax.Array, rows: Any, done: jax.Array
+) -> BatchState:
+    """Append the emitted tokens to the histories, and to what is kept of them."""
     b, width = tokens.shape
     at = jnp.where(tokens >= 0, rows.num_tokens[:, None] + jnp.arange(width), state.tokens.shape[1])
-    num_tokens = rows.num_tokens + jnp.sum(tokens >= 0, axis=1)
+    emitted = jnp.sum(tokens >= 0, axis=1)
+    history = state.tokens.at[jnp.arange(b)[:, None], at].set(tokens, mode="drop")
+    section = state.section
+    if sampler.markers is not None:
+        sections = jax.vmap(partial(sections_of_window, sampler.markers), in_axes=(0, 0, 0, None))(
+            section[:b], history[:b], rows.num_tokens, width
+        )
+        section = section.at[:b].set(jnp.take_along_axis(sections, emitted[:, None], axis=1)[:, 0])
     return replace(
         state,
-        tokens=state.tokens.at[jnp.arange(b)[:, None], at].set(tokens, mode="drop"),
+        tokens=history,
         active=state.active.at[:b].set(state.active[:b] & ~done),
         drafts=state.drafts.at[:b].set(-1),
-        rows=replace(state.rows, num_tokens=state.rows.num_tokens.at[:b].set(num_tokens)),
+        section=section,
+        use=use_of_emitted(mesh, state.use, tokens),
+        rows=replace(state.rows, num_tokens=state.rows.num_tokens.at[:b].set(rows.num_tokens + emitted)),
     )

@@ -1,55 +1,209 @@
-"""From logits to tokens: one function for every row of every program."""
+"""From logits to tokens: one function for every row of every program.
+
+Order on a row: raw log-probabilities -> float32 -> allowed_token_ids -> bad_words -> min_tokens, logit_bias and other
+processors that can change the argmax -> penalties -> thinking budget -> temperature -> min_p and argmax-invariant
+processors -> top_k -> top_p -> draw. Greedy rows take the argmax of what the thinking budget left.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jaxserve.batch import SlotRow
+from jaxserve.sampling.logprobs import Logprobs, Wanted, find_logprobs, no_logprobs
+from jaxserve.sampling.penalties import TokenUse, penalize
+from jaxserve.sampling.processor import LogitsProcessor, Row
+from jaxserve.sampling.thinking import Markers, force, forced_token, sections_of_window
+from models.base import Array
 from pallas_kernels.draw import random_words
+from pallas_kernels.filters import find_threshold
 from pallas_kernels.top_k_top_p import Filters, top_k_top_p_sample
 
+MAX_LISTED = 128  # logprob_token_ids of a request
 STREAM_DRAW = 0  # randomness of (seed, position) is split into streams; speculation will use others
 
 
 @struct.dataclass
-class SamplingRows:
-    """What one row needs to be sampled; every field [R] but seed."""
+class Window:
+    """The rows to be sampled: 1+K of each of b slots. Row j of a slot comes after its drafts[:j]."""
 
-    filters: Filters
-    seed: jax.Array  # [R, 2] uint32
-    position: jax.Array  # int32, index of the token within the output
-    want_logprob: jax.Array  # bool
-    valid: jax.Array  # bool, False = padding: its result means nothing and must cost nothing
+    rows: SlotRow  # [b, ...]
+    history: Array  # [b, L] int32
+    drafts: Array  # [b, K] int32, -1 = none
+    used: Array  # [b, 1+K] bool, False = padding: its result means nothing and must cost nothing
+    section: Array  # [b] int32, where the open thinking section began, -1 = none
+
+    @property
+    def num_tokens(self) -> jax.Array:
+        """[b, 1+K], tokens before each row."""
+        return self.rows.num_tokens[:, None] + jnp.arange(self.used.shape[1], dtype=jnp.int32)
+
+    def history_with_drafts(self) -> jax.Array:
+        """[b, L]; what does not fit is dropped, as no row that counts comes after it."""
+        slots = jnp.arange(len(self.history))[:, None]
+        return self.history.at[slots, self.num_tokens[:, :-1]].set(self.drafts, mode="drop")
 
 
 @struct.dataclass
 class Sampled:
-    """Of every row: token [R] int32; logprob [R] float32 of the raw distribution (0 where not asked for);
-    finite [R] bool, False when the row held a NaN or nothing but -inf."""
+    """Of every row [b, 1+K]: token int32; finite, False where nothing could be drawn (a NaN, or nothing but -inf);
+    logprobs, zeros for rows that did not ask."""
 
     token: jax.Array
-    logprob: jax.Array
     finite: jax.Array
+    logprobs: Logprobs
 
 
-def sample(logits: jax.Array, rows: SamplingRows) -> Sampled:
-    """Sample every row of logits [R, V] (any float dtype).
+@dataclass(frozen=True)
+class Sampler:
+    """Everything about sampling that is the same for all requests, and so part of the compiled step.
 
-    A batch that is all greedy, has no filter, or wants no logprobs does not run that part.
+    vocab_limit: ids from here on are padding of the logits and never emitted. processors: in the order they apply.
+    markers: of thinking sections, None where the engine knows none. max_logprobs: most that a request may ask for.
     """
-    logits = logits.astype(jnp.float32)
-    words = random_words(rows.seed, rows.position, STREAM_DRAW)
-    drawn = top_k_top_p_sample(logits, rows.filters, words, rows.valid)
-    logprob = jax.lax.cond(
-        jnp.any(rows.want_logprob & rows.valid),
-        lambda: _logprob(logits, drawn.token),
-        lambda: jnp.zeros(len(logits), jnp.float32),
+
+    vocab_limit: int
+    processors: tuple[LogitsProcessor, ...] = ()
+    markers: Markers | None = None
+    max_logprobs: int = 20
+    logprobs_mode: str = "raw_logprobs"
+
+    @property
+    def max_listed(self) -> int:
+        """Most logprob_token_ids that a request may list."""
+        return min(self.max_logprobs, MAX_LISTED)
+
+    def sample(self, logits: jax.Array, window: Window, use: TokenUse, shaped: bool = True) -> Sampled:
+        """Sample every row of logits [b, 1+K, V] (any float dtype).
+
+        shaped: False states that no row uses anything that comes before temperature (or a processor), and nothing of
+        that is run. Of the rest, a batch that is all greedy, has no filter or wants no log-probabilities runs only what
+        it needs.
+        """
+        b, width, vocab = logits.shape
+        logits = self.mask_padding(logits.astype(jnp.float32))
+        final = self.shape(logits, window, use) if shaped else logits
+
+        def each_row(x: jax.Array) -> jax.Array:
+            return jnp.repeat(x, width, axis=0)
+
+        rows = window.rows
+        valid = window.used.reshape(-1)
+        filters = jax.tree.map(each_row, rows.filters)
+        final = final.reshape(-1, vocab)
+        if shaped:
+            final, filters = self._apply_invariant(final, filters, window)
+        words = random_words(
+            each_row(rows.seed), (window.num_tokens - rows.prompt_len[:, None]).reshape(-1), STREAM_DRAW
+        )
+        drawn = top_k_top_p_sample(final, filters, words, valid)
+        wanted = Wanted(jnp.where(valid, each_row(rows.num_logprobs), -1), each_row(rows.logprob_ids))
+        logprobs = self._logprobs(logits.reshape(-1, vocab), final, filters, drawn.token, wanted)
+        return jax.tree.map(lambda x: x.reshape(b, width, *x.shape[1:]), Sampled(drawn.token, drawn.finite, logprobs))
+
+    def mask_padding(self, logits: jax.Array) -> jax.Array:
+        vocab = logits.shape[-1]
+        return (
+            logits if self.vocab_limit >= vocab else jnp.where(jnp.arange(vocab) < self.vocab_limit, logits, -jnp.inf)
+        )
+
+    def shape(self, logits: jax.Array, window: Window, use: TokenUse) -> jax.Array:
+        """All that comes before temperature: logits [b, 1+K, V] float32 -> the same."""
+        history = window.history_with_drafts()
+        for index, processor in enumerate(self.processors):
+            if not processor.argmax_invariant:
+                logits = self._apply(index, logits, window, history)
+        logits = penalize(logits, window.rows.penalties, use, window.drafts)
+        if self.markers is not None:
+            logits = force(logits, self._forced(window, history))
+        # What follows reads the logits several times; without a barrier XLA would do all of the above as often.
+        return jax.lax.optimization_barrier(logits)
+
+    def _apply(self, index: int, logits: jax.Array, window: Window, history: jax.Array) -> jax.Array:
+        processor, rows = self.processors[index], window.rows
+        context = Row(rows.processors[index], history, window.num_tokens, rows.prompt_len)
+        if processor.neutral_when_empty:
+            return processor.apply_rows(logits, context)
+        uses = rows.uses[:, index]
+
+        def run() -> jax.Array:
+            return jnp.where(uses[:, None, None], processor.apply_rows(logits, context), logits)
+
+        return jax.lax.cond(jnp.any(uses & window.used[:, 0]), run, lambda: logits)
+
+    def _forced(self, window: Window, history: jax.Array) -> jax.Array:
+        """[b, 1+K] int32, the token that the thinking budget forces, -1 = none."""
+        markers, width = self.markers, window.used.shape[1]
+        assert markers is not None
+
+        def slot(section: jax.Array, budget: jax.Array, history: jax.Array, num: jax.Array) -> jax.Array:
+            sections = sections_of_window(markers, section, history, num[0], width - 1)
+            return jax.vmap(lambda s, n: forced_token(markers, s, budget, history, n))(sections, num)
+
+        return jax.vmap(slot)(window.section, window.rows.thinking_budget, history, window.num_tokens)
+
+    def _apply_invariant(self, logits: jax.Array, filters: Filters, window: Window) -> tuple[jax.Array, Filters]:
+        """Temperature, min_p and the argmax-invariant processors on logits [R, V], where there are such processors."""
+        indices = [i for i, p in enumerate(self.processors) if p.argmax_invariant]
+        if not indices:
+            return logits, filters
+        b, width = window.used.shape
+        used = jnp.any(window.rows.uses[:, jnp.array(indices)], axis=1)
+        row = jnp.repeat(used, width) & (filters.temperature > 0)
+
+        def run() -> jax.Array:
+            scaled = scale(logits, filters)
+            kept = jnp.where(scaled >= jnp.log(filters.min_p)[:, None], scaled, -jnp.inf)
+            shaped = kept.reshape(b, width, -1)
+            history = window.history_with_drafts()
+            for index in indices:
+                shaped = self._apply(index, shaped, window, history)
+            return jnp.where(row[:, None], shaped.reshape(logits.shape), logits)
+
+        done = replace(
+            filters,
+            temperature=jnp.where(row, 1.0, filters.temperature),
+            min_p=jnp.where(row, 0.0, filters.min_p),
+        )
+        return jax.lax.cond(jnp.any(row), run, lambda: logits), done
+
+    def _logprobs(
+        self, raw: jax.Array, final: jax.Array, filters: Filters, tokens: jax.Array, wanted: Wanted
+    ) -> Logprobs:
+        kind, _, unit = self.logprobs_mode.partition("_")
+
+        def find() -> Logprobs:
+            source = filtered(final, filters) if kind == "processed" else raw
+            return find_logprobs(source, tokens, wanted, self.max_logprobs, unit == "logprobs")
+
+        number = min(self.max_logprobs, raw.shape[1])
+        none = no_logprobs(tokens.shape, number, wanted.ids.shape[-1])
+        return jax.lax.cond(jnp.any(wanted.number >= 0), find, lambda: none)
+
+
+def scale(logits: jax.Array, filters: Filters) -> jax.Array:
+    """logits [R, V] under temperature, relative to the largest; those of greedy rows as they are."""
+    top = jnp.max(logits, axis=-1, keepdims=True)
+    random = (filters.temperature > 0)[:, None]
+    temperature = jnp.where(random, filters.temperature[:, None], 1.0)
+    return jnp.where(random, jnp.where(logits == top, 0.0, (logits - top) / temperature), logits)
+
+
+def filtered(logits: jax.Array, filters: Filters) -> jax.Array:
+    """The distribution that is drawn from, as logits [R, V]: -inf for what min_p, top_k and top_p remove."""
+    z = scale(logits, filters)
+    random = filters.temperature > 0
+    top_k = jnp.where(random & (filters.top_k < logits.shape[1]), filters.top_k, 0)
+    threshold = find_threshold(
+        logits,
+        lambda x: scale(x, filters),
+        top_k,
+        jnp.where(random, filters.top_p, 1.0),
+        jnp.where(random, filters.min_p, 0.0),
     )
-    return Sampled(token=drawn.token, logprob=logprob, finite=drawn.finite)
-
-
-def _logprob(logits: jax.Array, token: jax.Array) -> jax.Array:
-    """log softmax(logits)[token]."""
-    chosen = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
-    return jnp.where(chosen == jnp.inf, 0.0, chosen - jax.nn.logsumexp(logits, axis=-1))
+    ids = jnp.arange(logits.shape[1], dtype=jnp.int32)[None]
+    return jnp.where(threshold.keeps(logits[:, None], ids)[:, 0], z, -jnp.inf)

@@ -71,7 +71,7 @@ def check_alone(
 def check_no_leak(engine: EngineCore) -> None:
     pool = engine.kv.pool
     assert pool.num_free == pool.num_usable
-    assert not engine.runner.slots or all(r.status.is_finished for r in engine.runner.slots)
+    assert not engine.runner.slots.requests or all(r.status.is_finished for r in engine.runner.slots.requests)
 
 
 PARAMETERS: list[dict[str, Any]] = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -10,27 +11,40 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.sampling.sampler import Sampled, SamplingRows, sample
+from jaxserve.batch import empty_row
+from jaxserve.sampling.penalties import empty_use
+from jaxserve.sampling.sampler import Sampled, Sampler, Window
 from pallas_kernels import Filters
 
 INF = np.float32(np.inf)
 Exact = Callable[..., np.ndarray]
 
-_sample = jax.jit(sample)
+
+@jax.jit
+def _sample(logits: jax.Array, window: Window) -> Sampled:
+    vocab = logits.shape[1]
+    sampled = Sampler(vocab).sample(logits[:, None], window, empty_use(len(logits), vocab, 64), shaped=False)
+    return jax.tree.map(lambda x: x[:, 0], sampled)
 
 
 def sample_rows(logits: Any, **settings: Any) -> Sampled:
     """One sample of each row of [R, V]; each setting is a number for all rows or a list with one for each."""
     count = len(logits)
-    defaults = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "top_k": 0, "position": 0, "want_logprob": True}
-    kinds = {"top_k": np.int32, "position": np.int32, "want_logprob": np.bool_, "valid": np.bool_}
+    defaults = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "top_k": 0, "num_logprobs": 0}
+    kinds = {"top_k": np.int32, "num_logprobs": np.int32, "valid": np.bool_}
     columns = {
         name: np.broadcast_to(np.asarray(x, kinds.get(name, np.float32)), count)
         for name, x in ({"valid": True} | defaults | settings).items()
     }
     filters = Filters(**{name: columns.pop(name) for name in ("temperature", "min_p", "top_k", "top_p")})
     seed = np.repeat(np.arange(count, dtype=np.uint32)[:, None], 2, axis=1)
-    return _sample(logits, SamplingRows(filters=filters, seed=seed, **columns))
+    used = columns.pop("valid")[:, None]
+    row = jax.tree.map(lambda x: np.broadcast_to(x, (count, *np.shape(x))), empty_row((), 1))
+    none = np.zeros((count, 0), np.int32)
+    window = Window(
+        replace(row, filters=filters, seed=seed, **columns), np.zeros((count, 4), np.int32), none, used, none
+    )
+    return _sample(logits, window)
 
 
 def test_greedy_takes_the_lowest_id_among_ties_also_beside_random_rows() -> None:
@@ -77,7 +91,7 @@ def test_rows_without_a_distribution_are_reported_alone(temperature: float, top_
     assert np.asarray(after.finite).tolist() == [True, False, True, False, True, False, True, True]
     for row in (0, 2, 4, 6, 7):
         assert int(after.token[row]) == int(before.token[row])
-        assert float(after.logprob[row]) == float(before.logprob[row])
+        assert float(after.logprobs.token[row]) == float(before.logprobs.token[row])
 
 
 @pytest.mark.parametrize("settings_", [{"temperature": 0.0}, {}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}])
@@ -87,20 +101,20 @@ def test_infinity_wins(settings_: dict[str, float]) -> None:
     result = sample_rows(logits, **settings_)
     assert np.asarray(result.token).tolist() == [123] * 8
     assert np.asarray(result.finite).all()
-    assert np.asarray(result.logprob).tolist() == [0.0] * 8, "it is certain"
+    assert np.asarray(result.logprobs.token).tolist() == [0.0] * 8, "it is certain"
 
 
 def test_logprobs_are_those_of_the_raw_distribution(exact_distribution: Exact) -> None:
     logits = 3 * np.random.default_rng(4).standard_normal((8, 300)).astype(np.float32)
     result = sample_rows(logits, temperature=0.3, top_k=4, top_p=0.8)
     expected = [np.log(exact_distribution(row))[int(token)] for row, token in zip(logits, result.token, strict=True)]
-    np.testing.assert_allclose(np.asarray(result.logprob), expected, atol=1e-5)
+    np.testing.assert_allclose(np.asarray(result.logprobs.token), expected, atol=1e-5)
 
 
 def test_half_precision_logits() -> None:
     logits = jnp.asarray(np.random.default_rng(5).standard_normal((4, 100)), jnp.bfloat16)
     result = sample_rows(logits, temperature=0.0)
-    assert result.logprob.dtype == jnp.float32
+    assert result.logprobs.token.dtype == jnp.float32
     assert np.asarray(result.token).tolist() == np.asarray(logits.astype(jnp.float32)).argmax(axis=1).tolist()
 
 
@@ -108,6 +122,6 @@ def test_padding_rows_change_nothing() -> None:
     """A batch whose only random row is padding is as greedy as without it, and computes no log-probabilities."""
     logits = np.random.default_rng(6).standard_normal((8, 300)).astype(np.float32)
     padding = np.array([False, True] * 4)
-    result = sample_rows(logits, temperature=[0, 1] * 4, valid=~padding, want_logprob=padding)
+    result = sample_rows(logits, temperature=[0, 1] * 4, valid=~padding, num_logprobs=padding.astype(int) - 1)
     assert np.asarray(result.token)[::2].tolist() == logits.argmax(axis=1)[::2].tolist()
-    assert np.asarray(result.logprob).tolist() == [0.0] * 8
+    assert np.asarray(result.logprobs.token).tolist() == [0.0] * 8

@@ -96,9 +96,9 @@ def test_accepted(name: str, value: object) -> None:
         ("detokenize", 0, "True or False"),
         ("skip_special_tokens", "yes", "True or False"),
         ("spaces_between_special_tokens", 1, "True or False"),
-        ("logprobs", 5, "None or 0"),
-        ("logprobs", -1, "None or 0"),
-        ("logprobs", False, "None or 0"),
+        ("logprobs", -2, "an integer >= -1"),
+        ("logprobs", False, "an integer >= -1"),
+        ("prompt_logprobs", 0.5, "an integer >= -1"),
         ("output_kind", 1, "RequestOutputKind"),
     ],
 )
@@ -145,7 +145,7 @@ def test_lists_are_copied_and_fields_are_fixed() -> None:
 def test_verify() -> None:
     p = SamplingParams(stop_token_ids=[9])
     p.verify(vocab_size=10, max_model_len=8, prompt_len=7)
-    with pytest.raises(ValueError, match=r"stop_token_ids is \[9\]; it must be token ids in \[0, 8\]"):
+    with pytest.raises(ValueError, match=r"stop_token_ids holds the token id 9; token ids must be in \[0, 8\]"):
         p.verify(vocab_size=9, max_model_len=8, prompt_len=7)
     with pytest.raises(ValueError, match=r"prompt has 8 tokens; with max_model_len=8 .* at most 7"):
         p.verify(vocab_size=10, max_model_len=8, prompt_len=8)

@@ -32,6 +32,8 @@ class Params:
     max_tokens: int | None = None
     ignore_eos: bool = False
     stop_token_ids: list[int] = field(default_factory=list)
+    min_tokens: int = 0
+    repetition_detection: None = None
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import jax
@@ -12,13 +13,16 @@ import numpy as np
 import pytest
 
 from jaxserve import batch, step
-from jaxserve.batch import MAX_STOP_IDS, BatchState, SlotRow
+from jaxserve.batch import BatchState, SlotRow
+from jaxserve.sampling.sampler import Sampler
+from jaxserve.sampling_params import MAX_STOP_IDS
 from jaxserve.step import Cache, PrefillPlan
 from models import MarkovLM
 from pallas_kernels import Filters
 
 V, K, BLOCK, LENGTH, SLOTS = 16, 3, 4, 48, 3
 PAGES = LENGTH // BLOCK
+EMPTY = batch.empty_row((), 1)
 DRAFTING = pytest.mark.parametrize("drafting", ["right", "wrong", "late", "short", "none"])
 
 
@@ -26,7 +30,13 @@ DRAFTING = pytest.mark.parametrize("drafting", ["right", "wrong", "late", "short
 def decoder(order: int, vocab_limit: int) -> Any:
     """The program is that of any model of this order: the table is an argument."""
     model = MarkovLM(np.zeros((V, V) if order == 1 else (V + 1, V, V), np.float32))
-    return jax.jit(partial(step.decode, model, None, vocab_limit, PAGES))
+    sampler = Sampler(vocab_limit)
+
+    def decode(params: Any, cache: Cache, state: BatchState, run: Any) -> tuple[Cache, BatchState, step.StepOutput]:
+        cache, logits = step.forward(model, None, PAGES, params, cache, step.view_of(state), run)
+        return cache, *step.sample(sampler, None, False, state, logits, run)
+
+    return jax.jit(decode)
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +48,11 @@ def slot_row(prompt: list[int], limit: int, **values: Any) -> SlotRow:
     stop_ids = np.full(MAX_STOP_IDS, -1, np.int32)
     stops = values.pop("stop_ids", [])
     stop_ids[: len(stops)] = stops
-    row: dict[str, Any] = {"temperature": 0.9, "top_p": 1.0, "min_p": 0.0, "top_k": 0, "want_logprob": True} | values
-    kinds = {"top_k": np.int32, "want_logprob": np.bool_}
+    row: dict[str, Any] = {"temperature": 0.9, "top_p": 1.0, "min_p": 0.0, "top_k": 0, "num_logprobs": 0} | values
+    kinds = {"top_k": np.int32, "num_logprobs": np.int32}
     scalars = {name: kinds.get(name, np.float32)(value) for name, value in row.items()}
-    return SlotRow(
+    return replace(
+        EMPTY,
         num_tokens=np.int32(len(prompt)),
         prompt_len=np.int32(len(prompt)),
         max_tokens_total=np.int32(limit),
@@ -49,7 +60,7 @@ def slot_row(prompt: list[int], limit: int, **values: Any) -> SlotRow:
         seed=np.array([7, 7 + len(prompt)], np.uint32),
         filters=Filters(**{name: scalars.pop(name) for name in ("temperature", "min_p", "top_k", "top_p")}),
         **scalars,
-    )  # type: ignore[arg-type]
+    )
 
 
 class Batch:
@@ -58,15 +69,15 @@ class Batch:
     def __init__(self, model: MarkovLM, drafts: int, requests: list[tuple[list[int], SlotRow]]) -> None:
         self.model, self.params, self.vocab_limit = model, model.load_params(None), V
         self.cache = Cache(kv=model.init_kv(1 + SLOTS * PAGES, BLOCK, None), boundary=None, block_size=BLOCK)
-        self.state = batch.empty_batch(SLOTS, LENGTH, PAGES, drafts)
+        self.state = batch.empty_batch(SLOTS, LENGTH, PAGES, drafts, EMPTY, V)
         pages = 1 + np.arange(SLOTS * PAGES, dtype=np.int32).reshape(SLOTS, PAGES)
         self.state = batch.set_block_tables(self.state, jnp.arange(SLOTS), jnp.asarray(pages))
         self.outputs: list[list[int]] = [[] for _ in requests]
         self.run = np.arange(SLOTS) < len(requests)
         for slot, (prompt, row) in enumerate(requests):
-            self.state = batch.fill_slot(self.state, jnp.int32(slot), jnp.asarray(prompt, jnp.int32), row)
+            self.state = batch.fill_slot(None, None, self.state, jnp.int32(slot), jnp.asarray(prompt, jnp.int32), row)
             plan = PrefillPlan(*(jnp.asarray([x], jnp.int32) for x in (slot, 0, len(prompt) - 1)))
-            self.cache = step.prefill(model, None, 8, PAGES, self.params, self.cache, self.state, plan)
+            self.cache = step.prefill(model, None, 8, PAGES, self.params, self.cache, step.view_of(self.state), plan)
 
     def decode(self, drafts: list[list[int]] | None = None) -> tuple[list[list[int]], step.StepOutput]:
         """One step; the tokens each request got in it."""
@@ -278,7 +289,7 @@ def test_slots_move_whole(model: MarkovLM) -> None:
     moved = Batch(model, 0, make_requests())
     for _ in range(5):
         moved.decode()
-    moved.state = batch.move_slot(moved.state, jnp.int32(2), jnp.int32(0))
+    moved.state = batch.move_slot(None, moved.state, jnp.int32(2), jnp.int32(0))
     moved.run = np.array([True, True, False])
     moved.outputs[0] = moved.outputs[2]
     assert moved.finish()[:2] == [truth[2], truth[1]]
@@ -293,4 +304,4 @@ def test_logprobs_of_a_window(model: MarkovLM, exact_distribution: Callable[...,
         np.log(exact_distribution(model.table[history[i - 2], history[i - 1]])[history[i]])
         for i in range(len(prompt), len(prompt) + K + 1)
     ]
-    np.testing.assert_allclose(np.asarray(out.logprobs)[0], expected, atol=1e-5)
+    np.testing.assert_allclose(np.asarray(out.logprobs.token)[0], expected, atol=1e-5)

@@ -1,0 +1,118 @@
+"""The last step dealt out over devices: slot s belongs to device s mod G, which samples all of its rows.
+
+Logits leave lm_head split by vocabulary. Splitting them by slot instead is one all-to-all, after which every device
+does the whole last step for its own slots, beside the penalty counts that it keeps of them. Only what was sampled is
+exchanged afterwards. Dealing slots out one by one, not in blocks, keeps the devices equally busy when only the first
+few slots run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxserve.sampling.penalties import TokenUse, count_emitted, count_history
+from models.sharding import constrain
+
+_AXIS = "tp"
+_BY_DEVICE, _WHOLE = PartitionSpec(_AXIS), PartitionSpec()
+
+
+def place_use(use: TokenUse, mesh: Mesh | None) -> TokenUse:
+    """Counts of all slots (a multiple of G), each on the device of its slot: device-major."""
+    return use if mesh is None else jax.device_put(use, NamedSharding(mesh, _BY_DEVICE))
+
+
+def sample_slots(mesh: Mesh | None, sample: Callable[..., Any], logits: jax.Array, window: Any, use: TokenUse) -> Any:
+    """sample(logits [n, 1+K, V], window, use) of every device's slots, put together.
+
+    logits: [B*(1+K), V], B a multiple of G. window: a pytree of [B, ...], the same on all devices. use: of all S slots.
+    """
+    b = len(jax.tree.leaves(window)[0])
+    width, vocab = logits.shape[0] // b, logits.shape[1]
+    if mesh is None:
+        return sample(logits.reshape(b, width, vocab), window, use)
+
+    def own(logits: jax.Array, window: Any, use: TokenUse) -> Any:
+        sampled = sample(logits[:, 0], jax.tree.map(lambda x: _of_own_slots(mesh, x), window), use)
+        return jax.tree.map(lambda x: _interleave(jax.lax.all_gather(x, _AXIS)), sampled)
+
+    # Only the logits are dealt out. The batch stays whole: a sharding that leaked into the token history would be
+    # undone by gathering the history.
+    deal = jax.shard_map(
+        own, mesh=mesh, in_specs=(PartitionSpec(None, _AXIS), _WHOLE, _BY_DEVICE), out_specs=_WHOLE, check_vma=False
+    )
+    by_device = constrain(logits, (None, "vocab"), mesh).reshape(b // mesh.size, mesh.size, width, vocab)
+    return deal(by_device, window, use)
+
+
+def _of_own_slots(mesh: Mesh, x: jax.Array) -> jax.Array:
+    """[B, ...] -> [B / G, ...], inside shard_map."""
+    by_device = x.reshape(x.shape[0] // mesh.size, mesh.size, *x.shape[1:])
+    return jax.lax.dynamic_index_in_dim(by_device, jax.lax.axis_index(_AXIS), axis=1, keepdims=False)
+
+
+def _interleave(x: jax.Array) -> jax.Array:
+    """[G, n, ...] -> [n * G, ...] in order of slots."""
+    x = jnp.swapaxes(x, 0, 1)
+    return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+
+
+def use_of_history(
+    mesh: Mesh | None, use: TokenUse, slot: jax.Array, tokens: jax.Array, num: jax.Array, prompt_len: jax.Array
+) -> TokenUse:
+    """`count_history` on the device of the slot."""
+
+    def own(use: TokenUse, slot: jax.Array, *history: jax.Array) -> TokenUse:
+        return count_history(use, _local(mesh, use, slot), *history)
+
+    return _on_devices(mesh, own)(use, slot, tokens, num, prompt_len)
+
+
+def use_of_emitted(mesh: Mesh | None, use: TokenUse, tokens: jax.Array) -> TokenUse:
+    """`count_emitted` for tokens [B, 1+K]."""
+
+    def own(use: TokenUse, tokens: jax.Array) -> TokenUse:
+        return count_emitted(use, tokens if mesh is None else _of_own_slots(mesh, tokens))
+
+    return _on_devices(mesh, own)(use, tokens)
+
+
+def move_use(mesh: Mesh | None, use: TokenUse, source: jax.Array, target: jax.Array) -> TokenUse:
+    """Copy what is known of slot `source` to slot `target`, which may belong to another device."""
+
+    def own(use: TokenUse, source: jax.Array, target: jax.Array) -> TokenUse:
+        at, to = _local(mesh, use, source), _local(mesh, use, target)
+
+        def move(x: jax.Array) -> jax.Array:
+            row = x.at[at].get(mode="fill", fill_value=0)
+            if mesh is not None:
+                row = jax.lax.psum(row.astype(jnp.uint32), _AXIS).astype(x.dtype)
+            return x.at[to].set(row, mode="drop")
+
+        return jax.tree.map(move, use)
+
+    return _on_devices(mesh, own)(use, source, target)
+
+
+def _local(mesh: Mesh | None, use: TokenUse, slot: jax.Array) -> jax.Array:
+    """Index of a slot on its own device; past the end on the others."""
+    if mesh is None:
+        return slot
+    own = slot % mesh.size == jax.lax.axis_index(_AXIS)
+    return jnp.where(own, slot // mesh.size, use.counts.shape[0])
+
+
+def _on_devices(mesh: Mesh | None, function: Callable[..., TokenUse]) -> Callable[..., TokenUse]:
+    if mesh is None:
+        return function
+
+    def call(use: TokenUse, *args: Any) -> TokenUse:
+        specs = (_BY_DEVICE, *(_WHOLE for _ in args))
+        return jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=_BY_DEVICE, check_vma=False)(use, *args)
+
+    return call
