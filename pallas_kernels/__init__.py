@@ -3,7 +3,18 @@
 Each operation has a definition in plain jnp, which serves every platform and is what kernels are tested against.
 """
 
-from pallas_kernels.draw import random_words
-from pallas_kernels.top_k_top_p import Drawn, Filters, top_k_top_p_sample
+from pallas_kernels.distribution import Filters
+from pallas_kernels.draw import random_uniforms, random_words
+from pallas_kernels.rejection import Proposal, Verified, rejection_sample
+from pallas_kernels.top_k_top_p import Drawn, top_k_top_p_sample
 
-__all__ = ["Drawn", "Filters", "random_words", "top_k_top_p_sample"]
+__all__ = [
+    "Drawn",
+    "Filters",
+    "Proposal",
+    "Verified",
+    "random_uniforms",
+    "random_words",
+    "rejection_sample",
+    "top_k_top_p_sample",
+]

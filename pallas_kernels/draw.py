@@ -9,6 +9,7 @@ its rate wherever it lies in the vocabulary. The draw is a function of the weigh
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ _MAX_ENTRIES = 1 << (32 - _LIMB)
 MAX_VOCAB = _MAX_ENTRIES * _MAX_TILE
 _WORDS = 4  # random words that one pick takes
 
-Weight = Callable[[jax.Array, jax.Array], jax.Array]
+Weight = Callable[[Any, jax.Array], jax.Array]
 
 
 def random_words(seed: jax.Array, position: jax.Array, stream: int) -> jax.Array:
@@ -36,6 +37,22 @@ def random_words(seed: jax.Array, position: jax.Array, stream: int) -> jax.Array
     return jax.vmap(row)(seed, position)
 
 
+def random_uniforms(seed: jax.Array, position: jax.Array, stream: int, count: int) -> jax.Array:
+    """[R, count] float32 in [0, 1), a pure function of (seed, position, stream).
+
+    seed [R, 2] uint32, position [R] int32. From 64 bits each, so that numbers near 0 are as finely spaced as float32
+    has them.
+    """
+
+    def row(seed: jax.Array, position: jax.Array) -> jax.Array:
+        key = jax.random.wrap_key_data(seed, impl="threefry2x32")
+        key = jax.random.fold_in(jax.random.fold_in(key, position), stream)
+        return jax.random.bits(key, (2, count), jnp.uint32)
+
+    high, low = jnp.moveaxis(jax.vmap(row)(seed, position).astype(jnp.float32), 1, 0)
+    return jnp.minimum((high + low * 2.0**-32) * 2.0**-32, 1 - 2.0**-24)
+
+
 def tile_width(vocab: int) -> int:
     """Entries in a tile: the largest power of two up to 256 that divides `vocab`, so that tiles are a view of the row;
     256, and a padded row, where that would leave more tiles than can be summed exactly."""
@@ -43,29 +60,36 @@ def tile_width(vocab: int) -> int:
     return width if vocab <= _MAX_ENTRIES * width else _MAX_TILE
 
 
-def draw(values: jax.Array, weight: Weight, words: jax.Array) -> jax.Array:
+def draw(values: Any, weight: Weight, words: jax.Array) -> jax.Array:
     """One id a row, with probability proportional to its weight.
 
-    values: [R, V] float32, what weights are made of; V at most 262144.
+    values: [R, V] float32, what weights are made of, or a tuple of such arrays; V at most 262144.
     weight: (values [R, n, w], ids [n, w] or [R, 1, w]) -> weights >= 0 of the values' shape; called for the whole row,
-            where it is fused into the sums, and again for the one tile that the row ends in.
+            where it is fused into the sums, and again for the one tile that the row ends in. Beyond the row values are
+            -inf, and must weigh nothing.
     words:  [R, 8] uint32 from `random_words`.
     Returns [R] int32; never an id of weight 0 unless the whole row is.
     """
-    vocab = values.shape[1]
+    vocab = jax.tree.leaves(values)[0].shape[1]
     if vocab > MAX_VOCAB:
         raise ValueError(f"vocabulary has {vocab} entries; a draw takes at most {MAX_VOCAB}")
     width = tile_width(vocab)
     count = -(-vocab // width)
-    if count * width != vocab:
-        values = jnp.pad(values, ((0, 0), (0, count * width - vocab)), constant_values=-jnp.inf)
-    tiles = values.reshape(-1, count, width)
+    tiles = jax.tree.map(lambda x: _in_tiles(x, count, width), values)
     sums = weight(tiles, jnp.arange(count * width, dtype=jnp.int32).reshape(count, width)).sum(-1)  # [R, n]
     tile = _pick(sums, words[:, :_WORDS])[:, None]
-    chosen = jnp.take_along_axis(tiles, tile[:, :, None], axis=1)  # [R, 1, w]
+    chosen = jax.tree.map(lambda x: jnp.take_along_axis(x, tile[:, :, None], axis=1), tiles)  # [R, 1, w]
     ids = tile * width + jnp.arange(width, dtype=jnp.int32)
     inside = _pick(weight(chosen, ids[:, None])[:, 0], words[:, _WORDS:])
     return tile[:, 0] * width + inside
+
+
+def _in_tiles(values: jax.Array, count: int, width: int) -> jax.Array:
+    """[R, V] -> [R, count, width], padded with -inf."""
+    missing = count * width - values.shape[1]
+    if missing:
+        values = jnp.pad(values, ((0, 0), (0, missing)), constant_values=-jnp.inf)
+    return values.reshape(-1, count, width)
 
 
 def _pick(weights: jax.Array, words: jax.Array) -> jax.Array:
