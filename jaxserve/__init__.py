@@ -6,30 +6,48 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxserve.async_engine import AsyncEngine
-    from jaxserve.config import EngineConfig
+    from jaxserve.config import EngineConfig, ReasoningConfig
     from jaxserve.engine import EngineCore
     from jaxserve.llm import LLM
-    from jaxserve.outputs import CompletionOutput, RequestOutput
-    from jaxserve.sampling_params import RequestOutputKind, SamplingParams
+    from jaxserve.outputs import CompletionOutput, Logprob, RequestOutput
+    from jaxserve.sampling.adapter import AdapterLogitsProcessor
+    from jaxserve.sampling.processor import BatchUpdate, LogitsProcessor, ProcessorConfig, Row
+    from jaxserve.sampling_params import RepetitionDetection, RequestOutputKind, SamplingParams
 
 _EXPORTS = {
     "LLM": "jaxserve.llm",
+    "AdapterLogitsProcessor": "jaxserve.sampling.adapter",
     "AsyncEngine": "jaxserve.async_engine",
+    "BatchUpdate": "jaxserve.sampling.processor",
     "CompletionOutput": "jaxserve.outputs",
     "EngineConfig": "jaxserve.config",
     "EngineCore": "jaxserve.engine",
+    "LogitsProcessor": "jaxserve.sampling.processor",
+    "Logprob": "jaxserve.outputs",
+    "ProcessorConfig": "jaxserve.sampling.processor",
+    "ReasoningConfig": "jaxserve.config",
+    "RepetitionDetection": "jaxserve.sampling_params",
     "RequestOutput": "jaxserve.outputs",
     "RequestOutputKind": "jaxserve.sampling_params",
+    "Row": "jaxserve.sampling.processor",
     "SamplingParams": "jaxserve.sampling_params",
 }
 __all__ = [
     "LLM",
+    "AdapterLogitsProcessor",
     "AsyncEngine",
+    "BatchUpdate",
     "CompletionOutput",
     "EngineConfig",
     "EngineCore",
+    "LogitsProcessor",
+    "Logprob",
+    "ProcessorConfig",
+    "ReasoningConfig",
+    "RepetitionDetection",
     "RequestOutput",
     "RequestOutputKind",
+    "Row",
     "SamplingParams",
 ]
 

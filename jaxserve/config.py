@@ -148,13 +148,15 @@ class Buckets:
     """The static shapes of an engine: what warm-up compiles is exactly what can be asked for.
 
     slots: leading slots a decode runs over. pages: context, in pages, that a decode's attention runs over.
-    prefill_tiles, prefill_pages: the same of a prefill of tiles of `tile` tokens.
+    prefill_tiles, prefill_pages: the same of a prefill of tiles of `tile` tokens; score_tiles: where the prompt's own
+    log-probabilities are wanted.
     history: lengths a slot's history is uploaded in. table_rows: block-table rows changed at once.
     """
 
     slots: tuple[int, ...]
     pages: tuple[int, ...]
     prefill_tiles: tuple[int, ...]
+    score_tiles: tuple[int, ...]
     prefill_pages: tuple[int, ...]
     history: tuple[int, ...]
     table_rows: tuple[int, ...]
@@ -174,6 +176,7 @@ def make_buckets(
         slots=_ladder(devices, -(-max_num_seqs // devices) * devices, 2, skip=(2,)),
         pages=_ladder(context, pages, 2),
         prefill_tiles=_ladder(1, max(1, max_num_batched_tokens // tile), 2),
+        score_tiles=_ladder(4, max(1, max_num_batched_tokens // tile), 4),
         prefill_pages=_ladder(max(1, 128 // block_size), pages, 4),
         history=_ladder(64, max_model_len, 4),
         table_rows=_ladder(8, max_num_seqs, 4),

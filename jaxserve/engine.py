@@ -21,10 +21,11 @@ from jaxserve.kv_manager import KVCacheManager
 from jaxserve.output_processor import OutputProcessor
 from jaxserve.outputs import RequestOutput
 from jaxserve.programs import use_persistent_cache
+from jaxserve.prompt_scores import PromptScores
 from jaxserve.request import Request, RequestStatus
 from jaxserve.runner import InFlight, Runner
 from jaxserve.sampling.processor import ProcessorConfig
-from jaxserve.sampling.registry import make_processors, validate_params
+from jaxserve.sampling.registry import make_processors, rows_of
 from jaxserve.sampling.sampler import Sampler
 from jaxserve.sampling.thinking import Markers
 from jaxserve.sampling_params import SamplingParams
@@ -205,6 +206,8 @@ class EngineCore:
                 arrival_time=arrival,
                 cache_salt=cache_salt,
                 seed=seed if index == 0 else _derive(seed, index),
+                processor_rows=rows_of(self._sampler.processors, params),
+                scores=self._prompt_scores(params, token_ids) if index == 0 else None,
             )
             for index, name in enumerate(names)
         ]
@@ -231,7 +234,13 @@ class EngineCore:
             raise ValueError(
                 f"thinking_token_budget is {params.thinking_token_budget}, and this engine has no reasoning_config"
             )
-        validate_params(self._sampler.processors, params)
+        rows_of(self._sampler.processors, params)
+
+    def _prompt_scores(self, params: SamplingParams, token_ids: list[int]) -> PromptScores | None:
+        number = params.prompt_logprobs
+        if number is None:
+            return None
+        return PromptScores(len(token_ids), self._sampler.max_logprobs if number < 0 else number)
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, dict):

@@ -116,6 +116,11 @@ class KVCacheManager:
         """Gives the request's blocks back; what they cache stays findable until they are reused."""
         self.pool.free(self._tables.pop(request.request_id).blocks)
 
+    def prompt_hashes(self, request: Request) -> list[bytes]:
+        """Hashes of the full blocks of the prompt."""
+        count = len(request.prompt_token_ids) // self.block_size
+        return self._hashes(request, count)[:count]
+
     def _hashes(self, request: Request, count: int) -> list[bytes]:
         """Hashes of the request's blocks, at least the first `count`; each is computed once."""
         hashes, size = request.block_hashes, self.block_size

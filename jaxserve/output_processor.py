@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 from jaxserve.detokenizer import Detokenizer, StopMatch
 from jaxserve.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from jaxserve.prompt_scores import PromptScores
 from jaxserve.request import Request
-from jaxserve.runner import TokenLogprobs
+from jaxserve.sampling.logprobs import TokenLogprobs, token_logprobs
 from jaxserve.sampling_params import RequestOutputKind, SamplingParams
 
 
@@ -32,6 +33,7 @@ class _Parent:
     metrics: RequestMetrics
     sequences: dict[int, _Sequence] = field(default_factory=dict)  # by index; all n once all are added
     num_cached_tokens: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_finished: int = 0
 
     @property
@@ -121,6 +123,8 @@ class OutputProcessor:
         sequence = self._sequences.get(request.request_id)
         if sequence is None:
             return Processed(None, None)
+        if request.scores is not None and request.scores.is_complete:
+            self._add_prompt_logprobs(sequence.parent, request.scores)
         stop = None
         if sequence.detokenizer is not None and new_token_ids:
             stop = sequence.detokenizer.push(new_token_ids, hidden_last=_is_hidden(request, new_token_ids[-1]))
@@ -183,7 +187,18 @@ class OutputProcessor:
     def _add_logprobs(self, sequence: _Sequence, token_ids: list[int], logprobs: Sequence[TokenLogprobs]) -> None:
         for token, found in zip(token_ids, logprobs, strict=False):  # those after a stop string are dropped
             sequence.cumulative_logprob += found[token][0]
-            sequence.logprobs.append({i: Logprob(value, rank, self._decode(i)) for i, (value, rank) in found.items()})
+            sequence.logprobs.append(self._logprobs(found))
+
+    def _add_prompt_logprobs(self, parent: _Parent, scores: PromptScores) -> None:
+        if parent.prompt_logprobs is None:
+            tokens = zip(parent.prompt_token_ids, scores.entries(), strict=True)
+            parent.prompt_logprobs = [
+                None if found is None else self._logprobs(token_logprobs(found, (), token, scores.number))
+                for token, found in tokens
+            ]
+
+    def _logprobs(self, found: TokenLogprobs) -> dict[int, Logprob]:
+        return {i: Logprob(value, rank, self._decode(i)) for i, (value, rank) in found.items()}
 
     def _decode(self, token: int) -> str | None:
         return None if self._tokenizer is None else self._tokenizer.decode([token], skip_special_tokens=False)
@@ -252,6 +267,7 @@ def _take_output(parent: _Parent) -> RequestOutput:
         outputs=[_completion(s) for s in sequences],
         finished=parent.finished,
         num_cached_tokens=parent.num_cached_tokens,
+        prompt_logprobs=parent.prompt_logprobs,
         metrics=parent.metrics,
     )
 

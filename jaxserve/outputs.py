@@ -59,6 +59,8 @@ class RequestOutput:
     prompt: the text, None when the request came as token ids.
     finished: whether all n sequences are. No further output follows.
     num_cached_tokens: prompt tokens whose KV came from the prefix cache.
+    prompt_logprobs: for every prompt token a dict as in CompletionOutput.logprobs, None for the first; None where they
+        were not asked for, or are not known yet.
     """
 
     request_id: str
@@ -67,4 +69,5 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     metrics: RequestMetrics | None = None

@@ -6,9 +6,10 @@ import enum
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxserve.prompt_scores import PromptScores
     from jaxserve.sampling_params import SamplingParams
 
 
@@ -35,7 +36,8 @@ class Request:
     """A prompt, its parameters and everything known about its progress.
 
     Invariant while RUNNING: positions [0, num_computed_tokens) hold KV written by dispatched programs, and
-    num_computed_tokens <= num_tokens - 1. Equality means the prefill is complete: the last known token is the
+    num_computed_tokens <= num_tokens - 1 (positions whose KV is cached count from when they are scored, where the
+    prompt's own log-probabilities are wanted). Equality means the prefill is complete: the last known token is the
     first input row of the next decode program.
     """
 
@@ -49,6 +51,8 @@ class Request:
     cache_salt: str | None = None
     grammar_ready: Callable[[], bool] | None = None
     seed: int = 0
+    processor_rows: tuple[Any, ...] = ()  # its parameters for each logits processor, None where it does not use one
+    scores: PromptScores | None = None  # where the log-probabilities of the prompt are wanted
 
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(init=False, default_factory=list)
@@ -56,6 +60,7 @@ class Request:
     max_total_tokens: int = field(init=False)
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0  # prefix found in the cache when first admitted
+    num_stored_tokens: int = 0  # prefix found in the cache when last admitted
     num_in_flight: int = 0  # upper bound of the tokens being sampled by steps not collected yet
     num_preemptions: int = 0
     slot: int | None = None  # owned by the runner
@@ -66,7 +71,7 @@ class Request:
     finished_time: float | None = None
     order: tuple[float, ...] = ()  # owned by the scheduler: its place in every queue
     block_hashes: list[bytes] = field(init=False, default_factory=list)  # owned by the KV cache manager
-    shaped: bool = False  # owned by the runner: whether it uses anything that comes before temperature
+    is_shaped: bool = field(init=False)  # whether it uses anything that comes before temperature, or a processor
     stop_ids: frozenset[int] = field(init=False)  # what ends it: end of sequence and its own
 
     def __post_init__(self) -> None:
@@ -77,6 +82,8 @@ class Request:
             self.max_total_tokens = min(self.max_model_len, len(self.token_ids) + params.max_tokens)
         if params.ignore_eos:
             self.eos_token_ids = frozenset()
+        uses = any(row is not None for row in self.processor_rows)
+        self.is_shaped = uses or params.penalizes or params.thinking_token_budget is not None
         self.stop_ids = self.eos_token_ids | frozenset(params.stop_token_ids)
 
     @property

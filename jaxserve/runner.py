@@ -17,9 +17,8 @@ from jaxserve.config import Buckets, bucket
 from jaxserve.kv_manager import KVCacheManager
 from jaxserve.programs import Programs
 from jaxserve.request import Request
-from jaxserve.sampling.logprobs import Logprobs
+from jaxserve.sampling.logprobs import Logprobs, TokenLogprobs, most_probable, token_logprobs
 from jaxserve.sampling.penalties import Penalties
-from jaxserve.sampling.processor import used_row
 from jaxserve.sampling.sampler import Sampler
 from jaxserve.sampling.slots import place_use
 from jaxserve.sampling_params import MAX_STOP_IDS, SamplingParams
@@ -31,7 +30,21 @@ from models.base import ForwardInputs, Model
 from pallas_kernels import Filters
 
 _INT32_MAX = 2**31 - 1
-TokenLogprobs = dict[int, tuple[float, int]]  # token id -> (value, rank), the sampled token first
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Positions [start, start + count) of a prompt."""
+
+    request: Request
+    start: int
+    count: int
+
+    def planned(self) -> tuple[int, ...]:
+        """In the order of PrefillPlan."""
+        request = self.request
+        number = 0 if request.scores is None else request.scores.number
+        return request.slot or 0, self.start, self.count, request.num_stored_tokens, number
 
 
 @dataclass
@@ -41,6 +54,7 @@ class InFlight:
     scheduled: SchedulerOutput
     rows: list[tuple[int, Request]]
     output: StepOutput | None
+    scores: list[tuple[list[Tile], Logprobs]]
 
 
 @dataclass
@@ -92,22 +106,22 @@ class Runner:
         self._update_slots(scheduled.admitted)
         if scheduled.block_table_changes:
             self._send_block_tables(scheduled.block_table_changes)
-        if scheduled.prefill:
-            self._prefill(scheduled.prefill)
+        scores = self._prefill(scheduled.prefill)
         rows = [(r.slot, r) for r in scheduled.decode if r.slot is not None]
         if not rows:
-            return InFlight(scheduled, rows, None) if scheduled.prefill else None
+            return InFlight(scheduled, rows, None, scores) if scheduled.prefill else None
         output = self._decode(rows)
         if not any(request.sampling_params.wants_logprobs for _, request in rows):
             output = replace(output, logprobs=None)
         for array in jax.tree.leaves(output):
             array.copy_to_host_async()
-        return InFlight(scheduled, rows, output)
+        return InFlight(scheduled, rows, output, scores)
 
-    @staticmethod
-    def collect(flight: InFlight) -> Collected:
+    def collect(self, flight: InFlight) -> Collected:
         """Wait for a dispatched step and read it."""
         collected = Collected({}, {}, {})
+        for tiles, found in flight.scores:
+            _take_scores(tiles, found)
         if flight.output is None:
             return collected
         output: StepOutput = jax.tree.map(np.asarray, flight.output)
@@ -115,13 +129,14 @@ class Runner:
         for row, request in flight.rows:
             emitted = [t for t in tokens[row] if t >= 0]
             collected.tokens[request.request_id] = emitted
-            logprobs = output.logprobs
-            if logprobs is not None and request.sampling_params.wants_logprobs:
+            logprobs, p = output.logprobs, request.sampling_params
+            if logprobs is not None and p.wants_logprobs:
                 collected.logprobs[request.request_id] = [
-                    token_logprobs(logprobs, (row, j), token, request) for j, token in enumerate(emitted)
+                    token_logprobs(logprobs, (row, j), token, p.logprobs or 0, p.logprob_token_ids or ())
+                    for j, token in enumerate(emitted)
                 ]
             if not finite[row]:
-                collected.errors[request.request_id] = "the model's logits were NaN or left no token possible"
+                collected.errors[request.request_id] = self._reason(request)
         return collected
 
     # ---- slots ----
@@ -141,14 +156,19 @@ class Runner:
             processor.update_state(changes.update)
 
     def _row(self, request: Request) -> SlotRow:
-        params = request.sampling_params
-        used = [used_row(processor, params) for processor in self.sampler.processors]
-        request.shaped = any(uses for uses, _ in used) or params.penalizes or params.thinking_token_budget is not None
+        rows = list(zip(self.sampler.processors, request.processor_rows, strict=True))
         return replace(
             slot_row(request, self.sampler.max_listed),
-            uses=np.array([uses for uses, _ in used], bool),
-            processors=tuple(row for _, row in used),
+            uses=np.array([row is not None for _, row in rows], bool),
+            processors=tuple(p.empty_row() if row is None else row for p, row in rows),
         )
+
+    def _reason(self, request: Request) -> str:
+        """Why a request had nothing to draw from."""
+        for processor, row in zip(self.sampler.processors, request.processor_rows, strict=True):
+            if row is not None and (reason := processor.failure(row)):
+                return reason
+        return "the model's logits were NaN or left no token possible"
 
     def _send_block_tables(self, requests: list[Request]) -> None:
         width, slots = self.buckets.pages[-1], len(self.batch.active)
@@ -164,18 +184,31 @@ class Runner:
 
     # ---- the two programs ----
 
-    def _prefill(self, chunks: list[PrefillChunk]) -> None:
-        tile = self.buckets.tile
+    def _prefill(self, chunks: list[PrefillChunk]) -> list[tuple[list[Tile], Logprobs]]:
+        """Start the prefill of chunks; what scores of prompts it will give."""
+        size = self.buckets.tile
         tiles = [
-            (chunk.request.slot, start, min(tile, chunk.start + chunk.count - start))
+            Tile(chunk.request, start, min(size, chunk.start + chunk.count - start))
             for chunk in chunks
-            for start in range(chunk.start, chunk.start + chunk.count, tile)
+            for start in range(chunk.start, chunk.start + chunk.count, size)
         ]
-        end = max(chunk.start + chunk.count for chunk in chunks)
+        plain = [t for t in tiles if t.request.scores is None or t.request.scores.is_complete]
+        if plain:
+            self.cache = self._run_tiles("prefill", self.buckets.prefill_tiles, plain)
+        scored = [t for t in tiles if t.request.scores is not None and not t.request.scores.is_complete]
+        if not scored:
+            return []
+        self.cache, found = self._run_tiles("score", self.buckets.score_tiles, scored)
+        for array in jax.tree.leaves(found):
+            array.copy_to_host_async()
+        return [(scored, found)]
+
+    def _run_tiles(self, program: str, buckets: tuple[int, ...], tiles: list[Tile]) -> Any:
+        end = max(tile.start + tile.count for tile in tiles)
         pages = bucket(self.buckets.prefill_pages, -(-end // self._block_size))
-        plan = np.zeros((3, bucket(self.buckets.prefill_tiles, len(tiles))), np.int32)
-        plan[:, : len(tiles)] = np.array(tiles, np.int32).T
-        self.cache = self.programs["prefill", plan.shape[1], pages](
+        plan = np.zeros((5, bucket(buckets, len(tiles))), np.int32)
+        plan[:, : len(tiles)] = np.array([tile.planned() for tile in tiles], np.int32).T
+        return self.programs[program, plan.shape[1], pages](
             self.params, self.cache, view_of(self.batch), PrefillPlan(*plan)
         )
 
@@ -188,7 +221,7 @@ class Runner:
         self.cache, logits = self.programs["forward", len(run), pages](
             self.params, self.cache, view_of(self.batch), run
         )
-        shaped = any(request.shaped for request in self.slots.requests)
+        shaped = any(request.is_shaped for request in self.slots.requests)
         self.batch, output = self.programs["sample", len(run), shaped](self.batch, logits, run)
         return output
 
@@ -203,6 +236,13 @@ class Runner:
         inputs = ForwardInputs(*(jax.ShapeDtypeStruct((1, 1), jnp.int32) for _ in range(3)))
         hidden, _ = jax.eval_shape(lambda p, c, x: self.model.forward(p, c, x, self._mesh), self.params, kv, inputs)
         return self._place(jnp.zeros((num_blocks, hidden.shape[-1]), hidden.dtype))
+
+
+def _take_scores(tiles: list[Tile], found: Logprobs) -> None:
+    host = jax.tree.map(np.asarray, found)
+    for i, tile in enumerate(tiles):
+        if (scores := tile.request.scores) is not None:
+            scores.put(tile.start + 1, most_probable(jax.tree.map(lambda x, i=i: x[i], host), scores.number))
 
 
 def slot_row(request: Request, listed: int) -> SlotRow:
@@ -241,22 +281,6 @@ def _num_logprobs(params: SamplingParams) -> int:
 
 def _padded(ids: Sequence[int], size: int) -> np.ndarray:
     return np.array([*ids, *[-1] * (size - len(ids))], np.int32)
-
-
-def token_logprobs(logprobs: Logprobs, at: tuple[int, ...], token: int, request: Request) -> TokenLogprobs:
-    """What a request asked for of the row at `at`: its token, its most probable tokens, the ids it listed."""
-    p = request.sampling_params
-    number = 0 if p.logprobs is None else p.logprobs
-    found: TokenLogprobs = {token: (float(logprobs.token[at]), int(logprobs.token_rank[at]))}
-    if number:
-        top = (x[at] if number < 0 else x[at][:number] for x in (logprobs.top_ids, logprobs.top, logprobs.top_ranks))
-        found |= {i: (v, r) for i, v, r in zip(*(x.tolist() for x in top), strict=True) if i not in found}
-    if p.logprob_token_ids:
-        listed = zip(
-            p.logprob_token_ids, logprobs.listed[at].tolist(), logprobs.listed_ranks[at].tolist(), strict=False
-        )
-        found |= {i: (v, r) for i, v, r in listed if i not in found}
-    return found
 
 
 def _temperature(value: float) -> np.float32:

@@ -14,6 +14,7 @@ from operator import attrgetter
 from types import MappingProxyType
 
 from jaxserve.kv_manager import KVCacheManager
+from jaxserve.prompt_scores import ScoreCache
 from jaxserve.request import Request, RequestStatus
 
 _NO_ERRORS: Mapping[str, str] = MappingProxyType({})
@@ -115,6 +116,7 @@ class Scheduler:
             raise ValueError(f"block_size is {config.block_size}, but the KV manager's is {kv_manager.block_size}")
         self.config = config
         self.kv = kv_manager
+        self.score_cache = ScoreCache(kv_manager.pool.num_usable)
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         self._requests: dict[str, Request] = {}
@@ -287,7 +289,8 @@ class Scheduler:
             if request.num_in_flight or budget < output.num_positions:
                 break
             cached_blocks, num_cached = self.kv.get_computed_blocks(request)
-            todo = request.num_tokens - 1 - num_cached
+            start = self._start_position(request, num_cached)
+            todo = request.num_tokens - 1 - start
             if todo and not self._chunk_size(todo, budget):
                 break
             # Blocks for all known tokens and the first decode: a prefill never stops half-way for want of memory.
@@ -296,7 +299,7 @@ class Scheduler:
             if self.kv.allocate_slots(request, needed, computed_blocks=cached_blocks) is None:
                 break
             del self.waiting[position]
-            self._start(request, num_cached, output)
+            self._start(request, start, num_cached, output)
             budget = self._advance(request, output, budget)
 
     def _grammar_ready(self, request: Request) -> bool:
@@ -307,9 +310,17 @@ class Scheduler:
             request.status = RequestStatus.WAITING
         return True
 
-    def _start(self, request: Request, num_cached: int, output: SchedulerOutput) -> None:
+    def _start_position(self, request: Request, num_cached: int) -> int:
+        """Where computing begins: after the cached prefix, or in it where the prompt's own scores are not known."""
+        if request.scores is None:
+            return num_cached
+        self.score_cache.recall(request.scores, self.kv.prompt_hashes(request))
+        return request.scores.start_position(num_cached)
+
+    def _start(self, request: Request, start: int, num_cached: int, output: SchedulerOutput) -> None:
         request.status = RequestStatus.RUNNING
-        request.num_computed_tokens = num_cached
+        request.num_computed_tokens = start
+        request.num_stored_tokens = num_cached
         if request.first_scheduled_time is None:
             request.first_scheduled_time = time.time()
             request.num_cached_tokens = num_cached
@@ -340,6 +351,10 @@ class Scheduler:
         """
         touched = []
         now = time.time()
+        for chunk in output.prefill:
+            if (scores := chunk.request.scores) is not None:
+                hashes = self.kv.prompt_hashes(chunk.request)
+                self.score_cache.remember(scores, hashes, self.config.block_size)
         for request in output.decode:
             request.num_in_flight -= output.num_positions
             if request.status.is_finished:

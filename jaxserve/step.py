@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from jaxserve.batch import BatchState
 from jaxserve.sampling.logprobs import Logprobs
 from jaxserve.sampling.sampler import Sampler, Window
-from jaxserve.sampling.slots import sample_slots, use_of_emitted
+from jaxserve.sampling.slots import deal_slots, use_of_emitted
 from jaxserve.sampling.thinking import sections_of_window
 from models.base import Array, ForwardInputs, Model, page_of
 
@@ -42,11 +42,17 @@ class Cache:
 
 @struct.dataclass
 class PrefillPlan:
-    """Tiles of prompts. slot, start, count: [N] int32; a tile is positions start .. start + count - 1, count 0 none."""
+    """Tiles of prompts, all [N] int32. A tile is positions start .. start + count - 1 of a slot; count 0 is none.
+
+    stored: KV of positions before this one is there already, and only read. number: of log-probabilities that `score`
+    is to give for the token after each position.
+    """
 
     slot: Array
     start: Array
     count: Array
+    stored: Array
+    number: Array
 
 
 @struct.dataclass
@@ -84,12 +90,39 @@ def prefill(
     plan: PrefillPlan,
 ) -> Cache:
     """Store the KV of the planned tiles. `pages` bounds the context that attention runs over."""
+    _, cache = _forward(model, mesh, params, cache, _tiles(tile, pages, view, replace(plan, stored=None)))
+    return cache
+
+
+def score(
+    sampler: Sampler,
+    model: Model,
+    mesh: Mesh | None,
+    tile: int,
+    pages: int,
+    params: Any,
+    cache: Cache,
+    view: BatchView,
+    plan: PrefillPlan,
+) -> tuple[Cache, Logprobs]:
+    """`prefill`, and the log-probabilities [N, Q] of the token after each position. One tile's logits at a time."""
+    inputs = _tiles(tile, pages, view, plan)
+    hidden, cache = _forward(model, mesh, params, cache, inputs)
+    following = view.tokens[plan.slot[:, None], jnp.clip(inputs.positions + 1, 0, view.tokens.shape[1] - 1)]
+
+    def one_tile(tile: tuple[jax.Array, jax.Array, jax.Array]) -> Logprobs:
+        hidden, tokens, number = tile
+        return deal_slots(mesh, sampler.score, model.logits(params, hidden), (tokens, number))
+
+    numbers = jnp.broadcast_to(plan.number[:, None], following.shape)
+    return cache, jax.lax.map(one_tile, (hidden, following, numbers))
+
+
+def _tiles(tile: int, pages: int, view: BatchView, plan: PrefillPlan) -> ForwardInputs:
     offset = jnp.arange(tile, dtype=jnp.int32)
     positions = jnp.where(offset < plan.count[:, None], plan.start[:, None] + offset, -1)  # [N, Q]
     tokens = view.tokens[plan.slot[:, None], jnp.maximum(positions, 0)]
-    inputs = ForwardInputs(tokens, positions, view.block_tables[plan.slot, :pages])
-    _, cache = _forward(model, mesh, params, cache, inputs)
-    return cache
+    return ForwardInputs(tokens, positions, view.block_tables[plan.slot, :pages], plan.stored)
 
 
 def forward(
@@ -119,7 +152,7 @@ def sample(
     drafts = state.drafts[:b]
     window = Window(rows, state.tokens[:b], drafts, used, state.section[:b])
     with jax.named_scope("sample"):
-        sampled = sample_slots(mesh, partial(sampler.sample, shaped=shaped), logits, window, state.use)
+        sampled = deal_slots(mesh, partial(sampler.sample, shaped=shaped), logits, window, state.use)
     with jax.named_scope("commit"):
         tokens, finite = verify(sampled.token, sampled.finite, drafts, used)
         tokens, done = _stop(tokens, rows, finite)
@@ -143,8 +176,8 @@ def _forward(
     if cache.boundary is None:
         return hidden, replace(cache, kv=kv)
     size = cache.block_size
-    ends = (inputs.positions >= 0) & (inputs.positions % size == size - 1)
-    page = page_of(inputs.block_tables, inputs.positions, size)
+    ends = (inputs.written >= 0) & (inputs.written % size == size - 1)
+    page = page_of(inputs.block_tables, inputs.written, size)
     boundary = cache.boundary.at[jnp.where(ends, page, 0)].set(hidden.astype(cache.boundary.dtype))
     return hidden, replace(cache, kv=kv, boundary=boundary)
 

@@ -1,6 +1,6 @@
 """The engine's compiled programs: what their keys are, and how each is lowered from abstract arguments.
 
-("move",)  ("fill", length)  ("tables", rows)  ("prefill", tiles, pages)
+("move",)  ("fill", length)  ("tables", rows)  ("prefill", tiles, pages)  ("score", tiles, pages)
 ("forward", slots, pages)  ("sample", slots, shaped)
 """
 
@@ -45,6 +45,7 @@ class StepPrograms:
         yield from (("fill", n) for n in b.history)
         yield from (("tables", n) for n in b.table_rows)
         yield from (("prefill", n, p) for n in b.prefill_tiles for p in b.prefill_pages)
+        yield from (("score", n, p) for n in b.score_tiles for p in b.prefill_pages)
         yield from (("forward", s, p) for s in b.slots for p in b.pages)
         yield from (("sample", s, shaped) for s in b.slots for shaped in (False, True))
 
@@ -68,9 +69,17 @@ class StepPrograms:
 
     def _prefill(self, key: Hashable, tiles: int, pages: int) -> Program:
         prefill = partial(step.prefill, self.model, self.mesh, self.buckets.tile, pages)
-        plan = PrefillPlan(*(self._i32(tiles) for _ in range(3)))
-        args = (self.params, self.cache, step.view_of(self.state), plan)
-        return self._program(key, prefill, args, donated=(1,), outputs=self.cache)
+        return self._program(key, prefill, self._tile_args(tiles), donated=(1,), outputs=self.cache)
+
+    def _score(self, key: Hashable, tiles: int, pages: int) -> Program:
+        score = partial(step.score, self.sampler, self.model, self.mesh, self.buckets.tile, pages)
+        args = self._tile_args(tiles)
+        found = jax.tree.map(lambda x: self._array(x.dtype, *x.shape), jax.eval_shape(score, *args)[1])
+        return self._program(key, score, args, donated=(1,), outputs=(self.cache, found))
+
+    def _tile_args(self, tiles: int) -> tuple[Any, ...]:
+        plan = PrefillPlan(*(self._i32(tiles) for _ in range(5)))
+        return self.params, self.cache, step.view_of(self.state), plan
 
     def _forward(self, key: Hashable, slots: int, pages: int) -> Program:
         forward = partial(step.forward, self.model, self.mesh, pages)

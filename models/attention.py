@@ -59,25 +59,29 @@ def paged_attention(
     dtype: jnp.dtype,
     platform: str,
     mesh: Mesh | None,
+    written: jax.Array | None = None,  # [N, Q], the positions to store; -1 = not this one. None: all
+    first_key: int = 0,  # keys before this position do not exist
 ) -> tuple[jax.Array, PagedKV]:
     """Causal grouped-query attention. Returns [N, Q, H, G, E] in `dtype` and the cache with k and v stored.
 
     With a mesh every device works on its own KV heads: nothing is exchanged.
     """
 
-    def local(q, k, v, pool_k, pool_v, layer, positions, block_tables, window):
+    def local(q, k, v, pool_k, pool_v, layer, positions, block_tables, window, written):
         # A masked score costs nothing, a masked value does: 0 * NaN is NaN. So values in the pool are always finite,
         # and one that is not makes its key NaN, which whoever sees that key notices, and nobody else.
         k, v = k.astype(dtype), v.astype(dtype)
         k, v = jnp.where(jnp.isfinite(v), k, jnp.nan), jnp.where(jnp.isfinite(v), v, 0)
-        pool_k = _store(pool_k, k, layer, positions, block_tables, dtype)
-        pool_v = _store(pool_v, v, layer, positions, block_tables, dtype)
+        pool_k = _store(pool_k, k, layer, written, block_tables, dtype)
+        pool_v = _store(pool_v, v, layer, written, block_tables, dtype)
         keys = _decode(_pages(pool_k, layer, block_tables), dtype)  # [N, P*C, H, E]
         values = _decode(_pages(pool_v, layer, block_tables), dtype)
         attend = _attend_cpu if platform == "cpu" else _attend
-        return attend(q.astype(dtype), keys, values, _visible(positions, keys.shape[1], window)), pool_k, pool_v
+        visible = _visible(positions, keys.shape[1], window, first_key)
+        return attend(q.astype(dtype), keys, values, visible), pool_k, pool_v
 
-    args = (q, k, v, kv.k, kv.v, jnp.asarray(layer), positions, block_tables, jnp.asarray(window))
+    written = positions if written is None else written
+    args = (q, k, v, kv.k, kv.v, jnp.asarray(layer), positions, block_tables, jnp.asarray(window), written)
     if mesh is None or mesh.size == 1:
         out, new_k, new_v = local(*args)
     else:
@@ -85,7 +89,7 @@ def paged_attention(
         heads = pool[3]
         rows, whole = PartitionSpec(None, None, heads), PartitionSpec()
         out, new_k, new_v = jax.shard_map(
-            local, mesh=mesh, in_specs=(rows, rows, rows, pool, pool, whole, whole, whole, whole),
+            local, mesh=mesh, in_specs=(rows, rows, rows, pool, pool, whole, whole, whole, whole, whole),
             out_specs=(rows, pool, pool), check_vma=False,
         )(*args)  # fmt: skip
     return out, PagedKV(new_k, new_v)
@@ -108,10 +112,10 @@ def _pages(pool: jax.Array, layer: jax.Array, tables: jax.Array) -> jax.Array:
     return rows.reshape(tables.shape[0], tables.shape[1] * size, heads, width)
 
 
-def _visible(positions: jax.Array, length: int, window: jax.Array) -> jax.Array:
+def _visible(positions: jax.Array, length: int, window: jax.Array, first_key: int) -> jax.Array:
     """[N, Q, P*C]: which keys a query sees, itself and `window - 1` before it."""
     key, query = jnp.arange(length), positions[..., None]
-    return (key <= query) & (key > query - window)
+    return (key <= query) & (key > query - window) & (key >= first_key)
 
 
 def _attend(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array) -> jax.Array:

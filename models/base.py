@@ -29,6 +29,14 @@ class ForwardInputs:
     tokens: Array  # [N, Q] int32
     positions: Array  # [N, Q] int32, -1 = padding
     block_tables: Array  # [N, P] int32 page ids; page 0 belongs to nobody and takes what padding writes
+    stored: Array | None = None  # [N] int32: what is stored of positions before this one stays as it is
+
+    @property
+    def written(self) -> jax.Array:
+        """[N, Q] int32, the positions to store; -1 for those that are stored already, and for padding."""
+        if self.stored is None:
+            return self.positions
+        return jnp.where(self.positions >= self.stored[:, None], self.positions, -1)
 
 
 def page_of(block_tables: jax.Array, positions: jax.Array, block_size: int) -> jax.Array:

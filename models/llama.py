@@ -206,7 +206,18 @@ def _attention(model, w, x, kv, i, window, rope, inputs, mesh):
     q = apply_rope(q.reshape(n, q_len, c.num_heads, c.head_dim), *rope).reshape(q.shape)
     k = apply_rope(k, *rope)
     out, kv = paged_attention(
-        q, k, v, kv, i, inputs.positions, inputs.block_tables, window, jnp.dtype(model.dtype), model.platform, mesh
+        q,
+        k,
+        v,
+        kv,
+        i,
+        inputs.positions,
+        inputs.block_tables,
+        window,
+        jnp.dtype(model.dtype),
+        model.platform,
+        mesh,
+        written=inputs.written,
     )
     out = _dot(out.reshape(n, q_len, -1), w["wo"].reshape(-1, w["wo"].shape[-1]), model)
     if "bo" in w:

@@ -56,7 +56,7 @@ class MarkovLM:
     ) -> tuple[jax.Array, jax.Array]:
         tokens, positions, tables = inputs.tokens, inputs.positions, inputs.block_tables
         size = kv.shape[1]
-        kv = kv.at[page_of(tables, positions, size), positions % size].set(tokens)
+        kv = kv.at[page_of(tables, inputs.written, size), positions % size].set(tokens)
         row = tokens
         if self.table.ndim == 3:
             before = kv[page_of(tables, positions - 1, size), (positions - 1) % size]

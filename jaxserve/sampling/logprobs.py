@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 from flax import struct
 
 from models.base import Array
+
+TokenLogprobs = dict[int, tuple[float, int]]  # token id -> (value, rank), on the host
 
 
 @struct.dataclass
@@ -90,3 +95,23 @@ def _ranks(values: jax.Array) -> jax.Array:
     index = jnp.arange(values.shape[1], dtype=jnp.int32)
     new = jnp.concatenate([jnp.ones_like(values[:, :1], bool), values[:, 1:] != values[:, :-1]], axis=1)
     return 1 + jax.lax.cummax(jnp.where(new, index, 0), axis=1)
+
+
+def token_logprobs(
+    found: Logprobs, at: tuple[int, ...], token: int, number: int, listed_ids: Sequence[int] = ()
+) -> TokenLogprobs:
+    """Of NumPy results the row `at`: the token first, the `number` most probable ones (-1: all), the listed ids."""
+    row = jax.tree.map(lambda x: x[at], found)
+    count = len(row.top) if number < 0 else number
+    others = [
+        *zip(*(x[:count].tolist() for x in (row.top_ids, row.top, row.top_ranks)), strict=True),
+        *zip(listed_ids, row.listed.tolist(), row.listed_ranks.tolist(), strict=False),
+    ]
+    first = {token: (float(row.token), int(row.token_rank))}
+    return first | {i: (value, rank) for i, value, rank in others if i != token}
+
+
+def most_probable(found: Logprobs, number: int) -> Logprobs:
+    """With no more than `number` of the most probable tokens."""
+    first = {name: getattr(found, name)[..., :number] for name in ("top", "top_ids", "top_ranks")}
+    return replace(found, **first)

@@ -106,7 +106,8 @@ class LogitsProcessor:
         """Raises ValueError, naming field, value and range, when `params` cannot be served."""
 
     def row(self, params: SamplingParams) -> Any | None:
-        """The parameters of a request that uses this processor, shaped as `empty_row`; None for others."""
+        """The parameters of a request that uses this processor, shaped as `empty_row`; None for others. Kept for the
+        life of the request."""
         raise NotImplementedError
 
     def empty_row(self) -> Any:
@@ -123,6 +124,10 @@ class LogitsProcessor:
         A processor may replace this where it knows better than `vmap`.
         """
         return over_rows(self.apply)(logits, rows)
+
+    def failure(self, row: Any) -> str | None:
+        """Why the logits of a request with this `row` were made NaN by the processor; None where it did not."""
+        return None
 
     def update_state(self, update: BatchUpdate | None) -> None:
         """Told of every change of the slots, before the step that sees it; None when there was none. Host only."""
@@ -157,12 +162,12 @@ def check_traceable(processor: LogitsProcessor, history: int) -> None:
         )
 
 
-def used_row(processor: LogitsProcessor, params: SamplingParams) -> tuple[bool, Any]:
-    """Whether a request uses a processor, and its parameters there. Raises ValueError where they do not fit."""
+def checked_row(processor: LogitsProcessor, params: SamplingParams) -> Any | None:
+    """`row`. Raises ValueError where it does not fit `empty_row`."""
     empty, row = processor.empty_row(), processor.row(params)
     if row is None:
-        return False, empty
+        return None
     expected, got = (jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), tree) for tree in (empty, row))
     if expected != got:
         raise ValueError(f"row() of logits processor {type(processor).__name__} gave {got}; empty_row() has {expected}")
-    return True, row
+    return row

@@ -8,7 +8,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from jaxserve.sampling.builtin import BUILTIN
-from jaxserve.sampling.processor import LogitsProcessor, ProcessorConfig, check_traceable, used_row
+from jaxserve.sampling.processor import LogitsProcessor, ProcessorConfig, check_traceable, checked_row
 from jaxserve.sampling_params import SamplingParams
 
 ENTRY_POINT_GROUP = "jaxserve.logits_processors"
@@ -56,17 +56,23 @@ def _make(kind: type[LogitsProcessor], config: ProcessorConfig) -> LogitsProcess
     return processor
 
 
-def validate_params(processors: Sequence[LogitsProcessor], params: SamplingParams) -> None:
-    """Raises ValueError for parameters that a processor refuses, or that none of them reads."""
+def rows_of(processors: Sequence[LogitsProcessor], params: SamplingParams) -> tuple[Any | None, ...]:
+    """A request's parameters for each processor, None for those it does not use.
+
+    Raises ValueError for what a processor refuses, or none of them reads.
+    """
     known = {name for processor in processors for name in processor.arguments}
     if unknown := sorted(set(params.extra_args or ()) - known):
         raise ValueError(f"extra_args has the keys {unknown}; the logits processors here read {sorted(known)}")
-    for processor in processors:
-        try:
-            processor.validate(params)
-            used_row(processor, params)
-        except ValueError:
-            raise
-        except Exception as error:  # of a processor that somebody else wrote
-            name = type(processor).__name__
-            raise ValueError(f"logits processor {name} refuses the request: {type(error).__name__}: {error}") from error
+    return tuple(_row(processor, params) for processor in processors)
+
+
+def _row(processor: LogitsProcessor, params: SamplingParams) -> Any | None:
+    try:
+        processor.validate(params)
+        return checked_row(processor, params)
+    except ValueError:
+        raise
+    except Exception as error:  # of a processor that somebody else wrote
+        name = type(processor).__name__
+        raise ValueError(f"logits processor {name} refuses the request: {type(error).__name__}: {error}") from error

@@ -105,6 +105,13 @@ class Sampler:
         logprobs = self._logprobs(logits.reshape(-1, vocab), final, filters, drawn.token, wanted)
         return jax.tree.map(lambda x: x.reshape(b, width, *x.shape[1:]), Sampled(drawn.token, drawn.finite, logprobs))
 
+    def score(self, logits: jax.Array, targets: tuple[jax.Array, jax.Array]) -> Logprobs:
+        """Raw log-probabilities of given tokens. logits [n, 1, V]; targets: tokens [n], number wanted of each [n]."""
+        tokens, number = targets
+        raw = self.mask_padding(logits[:, 0].astype(jnp.float32))
+        wanted = Wanted(number, jnp.full((len(tokens), 0), -1))
+        return find_logprobs(raw, tokens, wanted, self.max_logprobs, self.logprobs_mode.endswith("logprobs"))
+
     def mask_padding(self, logits: jax.Array) -> jax.Array:
         vocab = logits.shape[-1]
         return (

@@ -27,27 +27,27 @@ def place_use(use: TokenUse, mesh: Mesh | None) -> TokenUse:
     return use if mesh is None else jax.device_put(use, NamedSharding(mesh, _BY_DEVICE))
 
 
-def sample_slots(mesh: Mesh | None, sample: Callable[..., Any], logits: jax.Array, window: Any, use: TokenUse) -> Any:
-    """sample(logits [n, 1+K, V], window, use) of every device's slots, put together.
+def deal_slots(mesh: Mesh | None, function: Callable[..., Any], logits: jax.Array, window: Any, *own_state: Any) -> Any:
+    """function(logits [n, 1+K, V], window, *own_state) of every device's slots, put together.
 
-    logits: [B*(1+K), V], B a multiple of G. window: a pytree of [B, ...], the same on all devices. use: of all S slots.
+    logits: [B*(1+K), V]. window: a pytree of [B, ...], the same on all devices. own_state: pytrees kept by device, as
+    `place_use` places them. Where the devices do not divide B, all of them do everything.
     """
     b = len(jax.tree.leaves(window)[0])
     width, vocab = logits.shape[0] // b, logits.shape[1]
-    if mesh is None:
-        return sample(logits.reshape(b, width, vocab), window, use)
+    if mesh is None or (not own_state and b % mesh.size):
+        return function(logits.reshape(b, width, vocab), window, *own_state)
 
-    def own(logits: jax.Array, window: Any, use: TokenUse) -> Any:
-        sampled = sample(logits[:, 0], jax.tree.map(lambda x: _of_own_slots(mesh, x), window), use)
+    def own(logits: jax.Array, window: Any, *own_state: Any) -> Any:
+        sampled = function(logits[:, 0], jax.tree.map(lambda x: _of_own_slots(mesh, x), window), *own_state)
         return jax.tree.map(lambda x: _interleave(jax.lax.all_gather(x, _AXIS)), sampled)
 
     # Only the logits are dealt out. The batch stays whole: a sharding that leaked into the token history would be
     # undone by gathering the history.
-    deal = jax.shard_map(
-        own, mesh=mesh, in_specs=(PartitionSpec(None, _AXIS), _WHOLE, _BY_DEVICE), out_specs=_WHOLE, check_vma=False
-    )
+    specs = (PartitionSpec(None, _AXIS), _WHOLE, *(_BY_DEVICE for _ in own_state))
+    deal = jax.shard_map(own, mesh=mesh, in_specs=specs, out_specs=_WHOLE, check_vma=False)
     by_device = constrain(logits, (None, "vocab"), mesh).reshape(b // mesh.size, mesh.size, width, vocab)
-    return deal(by_device, window, use)
+    return deal(by_device, window, *own_state)
 
 
 def _of_own_slots(mesh: Mesh, x: jax.Array) -> jax.Array:

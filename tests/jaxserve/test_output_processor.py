@@ -49,7 +49,8 @@ class Harness:
             if status := request.check_stop(token):
                 request.status = status
                 break
-        result = self.processor.process(request, new, logprobs)
+        found = None if logprobs is None else [{t: (v, 1)} for t, v in zip(new, logprobs, strict=True)]
+        result = self.processor.process(request, new, found)
         if result.stop is not None:
             request.status = RequestStatus.FINISHED_STOPPED
         return result.output
@@ -155,9 +156,9 @@ def test_error() -> None:
 def test_logprobs() -> None:
     h = Harness(logprobs=0, output_kind=DELTA, stop="c")
     first = only(h.feed("ab", logprobs=[-1.0, -0.5]))
-    assert first.logprobs == [{97: Logprob(-1.0, None, "a")}, {98: Logprob(-0.5, None, "b")}]
+    assert first.logprobs == [{97: Logprob(-1.0, 1, "a")}, {98: Logprob(-0.5, 1, "b")}]
     second = only(h.feed("cd", logprobs=[-0.25, -9.0]))
-    assert second.logprobs == [{99: Logprob(-0.25, None, "c")}]
+    assert second.logprobs == [{99: Logprob(-0.25, 1, "c")}]
     assert second.cumulative_logprob == -1.75
     plain = only(Harness().feed("ab"))
     assert (plain.logprobs, plain.cumulative_logprob) == (None, None)

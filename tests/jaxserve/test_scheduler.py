@@ -34,6 +34,8 @@ class Params:
     stop_token_ids: list[int] = field(default_factory=list)
     min_tokens: int = 0
     repetition_detection: None = None
+    thinking_token_budget: None = None
+    penalizes: bool = False
 
 
 @dataclass(frozen=True)

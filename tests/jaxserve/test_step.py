@@ -76,7 +76,7 @@ class Batch:
         self.run = np.arange(SLOTS) < len(requests)
         for slot, (prompt, row) in enumerate(requests):
             self.state = batch.fill_slot(None, None, self.state, jnp.int32(slot), jnp.asarray(prompt, jnp.int32), row)
-            plan = PrefillPlan(*(jnp.asarray([x], jnp.int32) for x in (slot, 0, len(prompt) - 1)))
+            plan = PrefillPlan(*(jnp.asarray([x], jnp.int32) for x in (slot, 0, len(prompt) - 1, 0, 0)))
             self.cache = step.prefill(model, None, 8, PAGES, self.params, self.cache, step.view_of(self.state), plan)
 
     def decode(self, drafts: list[list[int]] | None = None) -> tuple[list[list[int]], step.StepOutput]:
