@@ -16,7 +16,7 @@ import math
 import os
 import re
 import time
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,17 @@ os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
-import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxserve import batch, step
-from jaxserve.step import Cache, PrefillPlan
+from jaxserve import batch
+from jaxserve.config import make_buckets
+from jaxserve.sampling.processor import ProcessorConfig
+from jaxserve.sampling.registry import make_processors
+from jaxserve.sampling.sampler import Sampler
+from jaxserve.sampling.thinking import Markers
+from jaxserve.step import Cache
+from jaxserve.step_programs import StepPrograms
 from models import ModelConfig
 from models.llama import Llama
 from models.params import abstract_params
@@ -41,12 +46,17 @@ LLAMA_3_70B: dict[str, Any] = {
     "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": False, "hidden_act": "silu",
     "eos_token_id": [128001, 128009], "bos_token_id": 128000,
 }  # fmt: skip
-SLOTS, CONTEXT, BLOCK = 64, 2350, 16
+SLOTS, CONTEXT, HISTORY, BLOCK = 64, 2350, 2560, 16
 TILE, PREFILL_TILES = 128, 16
-PROGRAMS = {
-    "decode": "decode",
-    "verify": "decode with 3 drafts a request",
-    "prefill": f"prefill of {TILE * PREFILL_TILES} tokens",
+PAGES = -(-CONTEXT // BLOCK)
+PROGRAMS: dict[str, tuple[Any, int, str]] = {  # key, drafts of a request, what it is
+    "forward": (("forward", SLOTS, PAGES), 0, "forward pass of a decode step"),
+    "sample": (("sample", SLOTS, False), 0, "sampling of a decode step"),
+    "sample all": (("sample", SLOTS, True), 0, "sampling with processors, penalties, thinking budget"),
+    "verify": (("forward", SLOTS, PAGES), 3, "forward pass with 3 drafts a request"),
+    "sample drafts": (("sample", SLOTS, True), 3, "sampling and verification with 3 drafts a request, everything on"),
+    "prefill": (("prefill", PREFILL_TILES, PAGES), 0, f"prefill of {TILE * PREFILL_TILES} tokens"),
+    "score": (("score", PREFILL_TILES, PAGES), 0, "the same with log-probabilities of the prompt"),
 }
 SMALL = 4096  # bytes: XLA may give flags of one byte a slot a new buffer
 COLLECTIVES = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
@@ -60,31 +70,37 @@ def h100_mesh() -> Mesh:
     return make_mesh(topology.devices)
 
 
-def lower(mesh: Mesh, name: str) -> tuple[jax.stages.Lowered, dict[str, int]]:
-    """One of the engine's programs at 64 requests with a context of 2350 tokens, and the sizes to compare it with.
-
-    name: "decode" (one position each), "verify" (1 + 3 positions) or "prefill" (2048 tokens in tiles of 128).
-    """
+def step_programs(mesh: Mesh, drafts: int) -> StepPrograms:
+    """The engine's programs at 64 requests with a context of 2350 tokens, over abstract values."""
     model = Llama(ModelConfig.from_hf(LLAMA_3_70B), dtype="bfloat16", platform="gpu")
-    pages, drafts = -(-CONTEXT // BLOCK), 3 if name == "verify" else 0
-    whole = NamedSharding(mesh, PartitionSpec())
-    abstract = partial(jax.ShapeDtypeStruct, sharding=whole)
-    state = jax.tree.map(
-        lambda x: abstract(x.shape, x.dtype), jax.eval_shape(lambda: batch.empty_batch(SLOTS, 2560, pages, drafts))
-    )
-    kv = model.kv_spec(1 + SLOTS * pages, BLOCK, mesh)
-    cache = Cache(kv=kv, boundary=None, block_size=BLOCK)
-    in_place = jax.tree.map(lambda x: x.sharding, cache)
-    sizes = {"kv": _bytes(kv) // mesh.size, "batch": 0, "logits": 0}
-    weights = abstract_params(model.specs(), mesh)
-    if name == "prefill":
-        plan = PrefillPlan(*(abstract((PREFILL_TILES,), jnp.int32) for _ in range(3)))
-        run = partial(step.prefill, model, mesh, TILE, pages)
-        return jax.jit(run, donate_argnums=1, out_shardings=in_place).lower(weights, cache, state, plan), sizes
-    sizes |= {"batch": _bytes(state), "logits": SLOTS * (1 + drafts) * model.vocab_size * 4}
-    run = partial(step.decode, model, mesh, model.vocab_size, pages)
-    program = jax.jit(run, donate_argnums=(1, 2), out_shardings=(in_place, whole, whole))
-    return program.lower(weights, cache, state, abstract((SLOTS,), jnp.bool_)), sizes
+    vocab, pages = model.vocab_size, -(-CONTEXT // BLOCK)
+    config = ProcessorConfig(vocab, HISTORY, SLOTS, stop_token_ids=tuple(model.eos_token_ids))
+    sampler = Sampler(vocab, make_processors((), config), Markers(start=(128002,), end=(128003,)))
+    row = batch.empty_row(sampler.processors, sampler.max_listed)
+    state = jax.eval_shape(lambda: batch.empty_batch(SLOTS, HISTORY, pages, drafts, row, vocab))
+    whole, by_slot = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("tp"))
+    state = replace(_placed(state, whole), use=_placed(state.use, by_slot))
+    cache = Cache(kv=model.kv_spec(1 + SLOTS * pages, BLOCK, mesh), boundary=None, block_size=BLOCK)
+    buckets = make_buckets(SLOTS, CONTEXT, TILE * PREFILL_TILES + SLOTS, BLOCK, TILE, mesh.size)
+    return StepPrograms(model, sampler, mesh, buckets, abstract_params(model.specs(), mesh), cache, state)
+
+
+def _placed(tree: Any, where: NamedSharding) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree)
+
+
+def lower(mesh: Mesh, name: str) -> tuple[jax.stages.Lowered, dict[str, int]]:
+    """A program by its name in PROGRAMS, and the sizes on one device to compare it with."""
+    key, drafts, _ = PROGRAMS[name]
+    programs = step_programs(mesh, drafts)
+    program = programs.program(key)
+    updated = {"kv": 0, "batch": 0, "logits": SLOTS * (1 + drafts) * programs.model.vocab_size * 4}
+    if key[0] == "sample":
+        use = _bytes(programs.state.use)
+        updated["batch"] = _bytes(programs.state) - use + use // mesh.size
+    else:
+        updated["kv"] = _bytes(programs.cache) // mesh.size
+    return program.jitted.lower(*program.args), updated
 
 
 def _bytes(tree: Any) -> int:
@@ -135,25 +151,20 @@ def check(m: dict[str, Any]) -> list[str]:
     sizes, wrong = m["sizes"], []
     state = sizes["kv"] + sizes["batch"]
     if m["alias"] < state - SMALL:
-        wrong.append(f"aliased {m['alias']} bytes, KV and batch are {state}: not updated in place")
-    if m["temp"] >= sizes["kv"]:
+        wrong.append(f"aliased {m['alias']} bytes, what it updates has {state}: not in place")
+    if sizes["kv"] and m["temp"] >= sizes["kv"]:
         wrong.append(f"temporaries take {m['temp']} bytes, as much as the KV pool ({sizes['kv']})")
-    gathered = [
-        c
-        for c in m["collectives"]
-        if c["kind"] == "all-gather" and sizes["logits"] and c["bytes"] * 8 >= sizes["logits"]
-    ]
-    if gathered:
+    if gathered := [c for c in m["collectives"] if c["kind"] == "all-gather" and c["bytes"] * 8 >= sizes["logits"]]:
         wrong.append(f"logits-sized all-gather: {gathered}")
-    exchanged = [c["bytes"] * 8 for c in m["collectives"] if c["kind"] == "all-to-all"]
-    if exchanged != ([sizes["logits"]] if sizes["logits"] else []):
-        wrong.append(f"expected one all-to-all of all logits ({sizes['logits']} bytes), found {exchanged}")
+    exchanged = [c["bytes"] * 8 for c in m["collectives"] if c["kind"] == "all-to-all" and not c["in_loop"]]
+    if exchanged != ([sizes["logits"]] if m["name"].startswith("sample") else []):
+        wrong.append(f"expected one all-to-all of all logits ({sizes['logits']} bytes) in sampling, found {exchanged}")
     return wrong
 
 
 def show(m: dict[str, Any]) -> None:
     print(
-        f"\nLlama-3-70B {PROGRAMS[m['name']]}, TP = 8, {SLOTS} requests x {CONTEXT} tokens, bf16\n"
+        f"\nLlama-3-70B {PROGRAMS[m['name']][2]}, TP = 8, {SLOTS} requests x {CONTEXT} tokens, bf16\n"
         f"jax {m['jax']}, compiled in {m['seconds']:.1f} s; bytes of one device"
     )
     for name in ("argument", "temp", "alias"):
