@@ -54,7 +54,7 @@ class DraftModelProposer:
 
     def prefill(self, params: Params, kv: Any, context: PrefillContext, mesh: Mesh | None) -> Any:
         with jax.named_scope("draft_prefill"):
-            inputs = ForwardInputs(context.tokens, context.positions, context.block_tables)
+            inputs = ForwardInputs(context.tokens, context.positions, context.block_tables, context.stored)
             return self.model.forward(params, kv, inputs, self._mesh(mesh))[1]
 
     def propose(self, params: Params, kv: Any, context: ProposeContext, mesh: Mesh | None) -> Proposal:

@@ -36,6 +36,7 @@ class PrefillContext:
     block_tables: Array  # [N, P] int32
     hidden: Array | None  # [N, Q, D] the target's; None unless the proposer needs it
     previous_hidden: Array | None  # [N, D] of the position before the tile where the tile begins a page, else anything
+    stored: Array | None = None  # [N] int32: what is stored of positions before this one stays as it is
 
 
 @struct.dataclass
@@ -52,6 +53,7 @@ class ProposeContext:
     run: Array  # [B] bool
     block_tables: Array  # [B, P] int32, covering num_tokens + K - 1 positions
     hidden: Array | None  # [B, 1+J, D] row j: position num_tokens - n_emitted - 1 + j; None unless needed
+    previous_hidden: Array | None  # [B, D] of the position before row 0 where row 0 begins a page, else anything
     seed: Array  # [B, 2] uint32
     prompt_len: Array  # [B] int32
     max_tokens_total: Array  # [B] int32, the request ends when it holds this many

@@ -61,27 +61,38 @@ class Problem:
                 pool[LAYER, page, place] = new[n, q]
         return pools
 
-    def outputs(self, window):
+    def outputs(self, window, first_key=0):
         """Attention in float64, by its definition."""
         keys, values = (pool[LAYER].astype(np.float64) for pool in self.stored())
         result = np.zeros(self.q.shape)
         for n, q, _, _ in self.slots():
             position = self.positions[n, q]
-            seen = np.arange(max(0, position - window + 1), position + 1)
+            seen = np.arange(max(first_key, position - window + 1), position + 1)
             page, place = self.tables[n, seen // PAGE], seen % PAGE
             for h in range(self.q.shape[2]):
                 scores = self.q[n, q, h].astype(np.float64) @ keys[page, place, h].T / np.sqrt(WIDTH)  # [G, seen]
-                weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+                weights = np.exp(scores - scores.max(axis=-1, keepdims=True, initial=-np.inf))
                 result[n, q, h] = weights / weights.sum(axis=-1, keepdims=True) @ values[page, place, h]
         return result
 
-    def run(self, window, platform, mesh=None):
+    def run(self, window, platform, mesh=None, first_key=0):
         """What paged_attention gives: outputs in float64, and the pool in the problem's dtype."""
         stored = storage_dtype(jnp.dtype(self.dtype), platform)
         kv = PagedKV(*(jnp.asarray(pool.view(stored)) for pool in self.pool))
         call = jax.jit(
             lambda q, k, v, kv, layer, positions, tables: paged_attention(
-                q, k, v, kv, layer, positions, tables, window, jnp.dtype(self.dtype), platform, mesh
+                q,
+                k,
+                v,
+                kv,
+                layer,
+                positions,
+                tables,
+                window,
+                jnp.dtype(self.dtype),
+                platform,
+                mesh,
+                first_key=first_key,
             ),
             compiler_options={"xla_backend_optimization_level": 0},  # compiles in half the time
         )
@@ -217,3 +228,15 @@ def test_mesh(platform, heads):
     if len(jax.devices()) < 2:
         pytest.skip("needs two devices")
     problem(4, heads=heads).check(6, platform, 2e-6, make_mesh(jax.devices()[:2]))
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+@pytest.mark.parametrize("q_len", [4, 40])
+def test_keys_before_the_first_do_not_exist(q_len, platform):
+    """Whatever their place in the pool holds."""
+    case = problem(q_len)
+    case.k[case.positions == 0] = np.nan
+    case.pool[0][LAYER, case.tables[:, 0], 0] = np.nan
+    actual, _ = case.run(EVERYTHING, platform, first_key=1)
+    seen = case.positions > 0
+    np.testing.assert_allclose(actual[seen], case.outputs(EVERYTHING, first_key=1)[seen], rtol=0, atol=2e-6)

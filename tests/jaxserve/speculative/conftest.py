@@ -79,14 +79,17 @@ class Simulation:
     def context(self, before, room, **fields):
         slots = len(self.histories)
         tokens = self.rng.integers(0, 5, (slots, WIDTH)).astype(np.int32)
-        hidden = None
+        hidden = previous = None
         for i, history in enumerate(self.histories):
             tokens[i, : len(history)] = history
             states = self._states(history)
             if states is not None and hidden is None:
                 hidden = np.full((slots, 1 + self.verified, states.shape[1]), np.nan, np.float32)
+                previous = np.full((slots, states.shape[1]), np.nan, np.float32)
             if hidden is not None and len(history) > before[i]:
                 hidden[i, : len(history) - before[i]] = states[before[i] - 1 : -1]
+                if before[i] > 1 and (before[i] - 1) % PAGE == 0:
+                    previous[i] = states[before[i] - 2]
         lengths = np.array([len(h) for h in self.histories], np.int32)
         values = {
             "tokens": tokens,
@@ -95,6 +98,7 @@ class Simulation:
             "run": lengths > np.array(before),
             "block_tables": self.tables,
             "hidden": hidden,
+            "previous_hidden": previous,
             "seed": np.zeros((slots, 2), np.uint32),
             "prompt_len": np.ones(slots, np.int32),
             "max_tokens_total": lengths + room,

@@ -77,7 +77,8 @@ def context(histories, room, run=None, n_emitted=1):
     return ProposeContext(
         tokens=tokens, num_tokens=num, n_emitted=jnp.full(b, n_emitted),
         run=jnp.asarray([True] * b if run is None else run),
-        block_tables=jnp.zeros((b, 1), jnp.int32), hidden=None, seed=jnp.zeros((b, 2), jnp.uint32),
+        block_tables=jnp.zeros((b, 1), jnp.int32),
+        hidden=None, previous_hidden=None, seed=jnp.zeros((b, 2), jnp.uint32),
         prompt_len=jnp.ones(b, jnp.int32), max_tokens_total=num + room, temperature=jnp.zeros(b),
     )  # fmt: skip
 
