@@ -1,0 +1,101 @@
+"""The automatic K: its parts by arithmetic, and the whole on simulated machines whose best K is known."""
+
+import numpy as np
+import pytest
+
+from jaxserve.config import bucket
+from jaxserve.speculative.auto import AutoK, StepTime, acceptance_rates, expected_tokens, fit_step_time
+
+CHOICES = (0, 1, 2, 3, 5, 7)
+SLOTS = (1, 4, 8, 16, 32, 64, 128, 256)
+MACHINES = {
+    "ridge at 295 rows": StepTime(memory=0.02, overhead=0.0, compute=0.02 / 295, draft=0.0),
+    "ridge, dear drafts": StepTime(memory=0.02, overhead=0.0, compute=0.02 / 295, draft=0.002),
+    "ridge at 8 rows": StepTime(memory=0.02, overhead=0.01, compute=0.01 / 8, draft=0.0),
+    "linear": StepTime(memory=0.0, overhead=0.01, compute=0.002, draft=0.0005),
+}
+
+
+def test_expected_tokens():
+    np.testing.assert_allclose(expected_tokens(np.array([0.5, 0.5, 1.0])), [1, 1.5, 1.75, 2.0])
+
+
+def test_acceptance_rates():
+    """Measured where there is enough, else like the position before."""
+    rates = acceptance_rates(np.array([1e6, 1e6, 0, 0]), np.array([8e5, 4e5, 0, 0]))
+    np.testing.assert_allclose(rates, [0.8, 0.4, 0.4, 0.4], rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_fit(name):
+    """Sizes on both sides of the ridge, and their drafts, give the machine back."""
+    machine = MACHINES[name]
+    rows, drafts = (x.ravel() for x in np.meshgrid([1, 2, 4, 8, 64, 128, 256, 512, 1024, 2048], [0, 1, 3, 7]))
+    fit = fit_step_time(rows, drafts, machine(rows, drafts))
+    np.testing.assert_allclose(fit(rows, drafts), machine(rows, drafts), rtol=1e-6)
+    if machine.memory:
+        assert fit.ridge == pytest.approx(machine.ridge, rel=1e-5)
+
+
+def test_fit_of_one_size_is_flat():
+    fit = fit_step_time(np.array([8]), np.array([1]), np.array([0.5]))
+    np.testing.assert_allclose(fit(np.array([8, 800]), np.array([1, 3])), 0.5)
+
+
+def simulate(auto, machine, rates, batch, steps, rng):
+    """Tokens a second of the last half of the steps."""
+    tokens = seconds = 0.0
+    for step in range(steps):
+        drafts = auto.choose(batch)
+        accepted = np.cumprod(rng.random((batch, drafts)) < rates[:drafts], axis=1).sum(axis=1)
+        rows = bucket(SLOTS, batch) * (1 + drafts)
+        time = float(machine(np.array(rows), np.array(drafts))) * rng.uniform(0.98, 1.02)
+        auto.observe([(drafts, 1 + int(a)) for a in accepted], batch, drafts, time)
+        if step >= steps // 2:
+            tokens, seconds = tokens + batch + accepted.sum(), seconds + time
+    return tokens / seconds
+
+
+@pytest.mark.parametrize("rate", [0.05, 0.5, 0.8, 0.95])
+@pytest.mark.parametrize("name", MACHINES)
+def test_within_three_percent_of_the_best_fixed_choice(name, rate):
+    """From an empty start, then through batches of all sizes with the same object."""
+    machine, rates = MACHINES[name], np.full(7, rate)
+    rng = np.random.default_rng(0)
+    auto = AutoK(CHOICES, SLOTS)
+    for batch in (1, 6, 32, 200, 3, 64):
+        rows = bucket(SLOTS, batch) * (1 + np.array(CHOICES))
+        best = max(batch * expected_tokens(rates)[list(CHOICES)] / machine(rows, np.array(CHOICES)))
+        assert simulate(auto, machine, rates, batch, 600, rng) > 0.97 * best
+
+
+def test_it_notices_that_drafts_became_good():
+    """While there are no drafts, one step in many has some."""
+    machine, rng = MACHINES["linear"], np.random.default_rng(0)
+    auto = AutoK(CHOICES, SLOTS)
+    simulate(auto, machine, np.zeros(7), 1, 500, rng)
+    assert auto.choose(1) == 0
+    simulate(auto, machine, np.ones(7), 1, 6000, rng)
+    assert auto.choose(1) >= 3
+
+
+def test_ranks_that_add_up_decide_alike():
+    machine, rng = MACHINES["ridge at 8 rows"], np.random.default_rng(0)
+    ranks = [AutoK(CHOICES, SLOTS) for _ in range(2)]
+    simulate(ranks[0], machine, np.full(7, 0.9), 4, 200, rng)
+    simulate(ranks[1], machine, np.full(7, 0.1), 64, 200, rng)
+    for rank in ranks:
+        rank._current = None
+    total = sum(rank.statistics for rank in ranks)
+    for batch in (1, 4, 64, 200):
+        assert len({rank.choose(batch, total) for rank in ranks}) == 1
+
+
+def test_nobody_running():
+    assert AutoK(CHOICES, SLOTS).choose(0) == 0
+
+
+@pytest.mark.parametrize("choices", [[0], [1, 2], [0, 2, 2]])
+def test_choices(choices):
+    with pytest.raises(ValueError, match=r"choices is .* it must ascend from 0"):
+        AutoK(choices, SLOTS)
