@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from pallas_kernels.distribution import Filters, find_distribution, first_equal, is_finite
+from pallas_kernels.distribution import Filters, find_distribution, is_finite, largest
 from pallas_kernels.draw import draw
 
 __all__ = ["Drawn", "Filters", "top_k_top_p_sample"]
@@ -30,8 +30,7 @@ def top_k_top_p_sample(logits: jax.Array, filters: Filters, words: jax.Array, va
     valid: [R] bool; a row that is not costs nothing, and its result means nothing.
     """
     logits = logits.astype(jnp.float32)
-    top = jnp.max(logits, axis=-1)  # [R]; NaN wins over everything
-    greedy = first_equal(logits, top)
+    top, greedy = largest(logits)
     finite = is_finite(top)
     random = (filters.temperature > 0) & finite
     if valid is not None:

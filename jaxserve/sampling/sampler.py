@@ -19,9 +19,9 @@ from jaxserve.sampling.penalties import TokenUse, penalize
 from jaxserve.sampling.processor import LogitsProcessor, Row
 from jaxserve.sampling.thinking import Markers, force, forced_token, sections_of_window
 from models.base import Array
+from pallas_kernels.distribution import Filters, find_distribution
 from pallas_kernels.draw import random_words
-from pallas_kernels.filters import find_threshold
-from pallas_kernels.top_k_top_p import Filters, top_k_top_p_sample
+from pallas_kernels.top_k_top_p import top_k_top_p_sample
 
 MAX_LISTED = 128  # logprob_token_ids of a request
 STREAM_DRAW = 0  # randomness of (seed, position) is split into streams; speculation will use others
@@ -161,11 +161,10 @@ class Sampler:
         b, width = window.used.shape
         used = jnp.any(window.rows.uses[:, jnp.array(indices)], axis=1)
         row = jnp.repeat(used, width) & (filters.temperature > 0)
+        zeros, ones = jnp.zeros_like(filters.top_k), jnp.ones_like(filters.top_p)
 
         def run() -> jax.Array:
-            scaled = scale(logits, filters)
-            kept = jnp.where(scaled >= jnp.log(filters.min_p)[:, None], scaled, -jnp.inf)
-            shaped = kept.reshape(b, width, -1)
+            shaped = filtered(logits, replace(filters, top_k=zeros, top_p=ones)).reshape(b, width, -1)
             history = window.history_with_drafts()
             for index in indices:
                 shaped = self._apply(index, shaped, window, history)
@@ -192,25 +191,12 @@ class Sampler:
         return jax.lax.cond(jnp.any(wanted.number >= 0), find, lambda: none)
 
 
-def scale(logits: jax.Array, filters: Filters) -> jax.Array:
-    """logits [R, V] under temperature, relative to the largest; those of greedy rows as they are."""
-    top = jnp.max(logits, axis=-1, keepdims=True)
-    random = (filters.temperature > 0)[:, None]
-    temperature = jnp.where(random, filters.temperature[:, None], 1.0)
-    return jnp.where(random, jnp.where(logits == top, 0.0, (logits - top) / temperature), logits)
-
-
 def filtered(logits: jax.Array, filters: Filters) -> jax.Array:
-    """The distribution that is drawn from, as logits [R, V]: -inf for what min_p, top_k and top_p remove."""
-    z = scale(logits, filters)
+    """The distribution that is drawn from, as logits [R, V]: -inf for what min_p, top_k and top_p remove, the others
+    under temperature and relative to the largest. Those of greedy rows stay as they are."""
+    top = jnp.max(logits, axis=-1)
     random = filters.temperature > 0
-    top_k = jnp.where(random & (filters.top_k < logits.shape[1]), filters.top_k, 0)
-    threshold = find_threshold(
-        logits,
-        lambda x: scale(x, filters),
-        top_k,
-        jnp.where(random, filters.top_p, 1.0),
-        jnp.where(random, filters.min_p, 0.0),
-    )
-    ids = jnp.arange(logits.shape[1], dtype=jnp.int32)[None]
-    return jnp.where(threshold.keeps(logits[:, None], ids)[:, 0], z, -jnp.inf)
+    found = find_distribution(logits, top, filters, random)
+    ids = jnp.arange(logits.shape[1], dtype=jnp.int32)
+    kept = found.threshold.keeps(logits[:, None], ids[None])[:, 0] | ~random[:, None]
+    return jnp.where(kept, jnp.where(random[:, None], found.scaled(logits), logits), -jnp.inf)
