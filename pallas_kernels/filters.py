@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from pallas_kernels.draw import tile_width
+
 Scaled = Callable[[jax.Array], jax.Array]
 
 CANDIDATES = 64  # largest values looked at first
@@ -48,8 +50,7 @@ def find_threshold(
     temperature rounds together. scaled: logits [R, n] -> log-weights relative to the row's maximum. top_k [R] int32,
     <= 0 off; top_p [R] float32, 1 off; min_p [R] float32, 0 off. A row's result depends on that row alone.
     """
-    logits = jnp.where(logits == 0, 0.0, logits)  # -0.0 and 0.0 are a tie
-    rows = _Rows(logits, scaled(logits), top_k, top_p, min_p)
+    rows = _Rows(logits, scaled, top_k, top_p, min_p)
     found, certain = _among_candidates(rows)
     certain |= rows.off
     exact = jax.lax.cond(jnp.all(certain), lambda: found, lambda: _bisect_rows(rows, certain, found))
@@ -57,7 +58,36 @@ def find_threshold(
 
 
 class _Rows(NamedTuple):
-    """logits, z (their log-weights): [R, V]; the parameters [R]."""
+    """raw: [R, V]; the parameters [R]. What is made of the logits is made where it is used: most rows are decided by a
+    few candidates, and a [R, V] array that only the fallback reads would still be written for all."""
+
+    raw: jax.Array
+    scaled: Scaled
+    top_k: jax.Array
+    top_p: jax.Array
+    min_p: jax.Array
+
+    @property
+    def logits(self) -> jax.Array:
+        """-0.0 and 0.0 are a tie."""
+        return jnp.where(self.raw == 0, 0.0, self.raw)
+
+    @property
+    def z(self) -> jax.Array:
+        """Log-weights."""
+        return self.scaled(self.raw)
+
+    def each(self) -> _Row:
+        """What the fallback maps over."""
+        return _Row(self.logits, self.z, self.top_k, self.top_p, self.min_p)
+
+    @property
+    def off(self) -> jax.Array:
+        return (self.top_k <= 0) & (self.top_p >= 1) & (self.min_p <= 0)
+
+
+class _Row(NamedTuple):
+    """Of one row: logits and log-weights [V], and its parameters."""
 
     logits: jax.Array
     z: jax.Array
@@ -65,20 +95,13 @@ class _Rows(NamedTuple):
     top_p: jax.Array
     min_p: jax.Array
 
-    @property
-    def off(self) -> jax.Array:
-        return (self.top_k <= 0) & (self.top_p >= 1) & (self.min_p <= 0)
-
 
 def _among_candidates(rows: _Rows) -> tuple[Threshold, jax.Array]:
     """The threshold by the largest logits, and whether they prove it."""
-    vocab = rows.logits.shape[1]
+    vocab = rows.raw.shape[1]
     size = min(CANDIDATES, vocab)
-    values, ids = jax.lax.top_k(rows.logits, size)  # equal values: lowest id first
-    # Barriers keep XLA from slicing through the top_k, which it then would not recognise and run as a sort of the whole
-    # row. One each: a barrier round the pair trips a check in XLA's partitioner.
-    values, ids = jax.lax.optimization_barrier(values), jax.lax.optimization_barrier(ids)
-    z = jnp.take_along_axis(rows.z, ids, axis=1)
+    values, ids = most_probable(rows.logits, size)
+    z = rows.scaled(values)
     floor = jnp.log(rows.min_p)[:, None]  # -inf where off
 
     # How many min_p and top_k leave: known if they end among the candidates.
@@ -101,11 +124,33 @@ def _among_candidates(rows: _Rows) -> tuple[Threshold, jax.Array]:
     return Threshold(value, at), certain
 
 
+def most_probable(logits: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+    """The `size` largest of logits [R, V] and their ids, equal values by id.
+
+    They lie in the `size` tiles with the largest maxima (of equal ones the first), so only these are searched.
+    """
+    rows, vocab = logits.shape
+    width = tile_width(vocab)
+    if vocab % width or vocab // width <= 2 * size:
+        return _top_k(logits, size)
+    tiles = logits.reshape(rows, -1, width)
+    chosen = jnp.sort(_top_k(jnp.max(tiles, axis=-1), size)[1], axis=1)  # in order of id, as ties have to be
+    values, at = _top_k(jnp.take_along_axis(tiles, chosen[:, :, None], axis=1).reshape(rows, -1), size)
+    return values, jnp.take_along_axis(chosen, at // width, axis=1) * width + at % width
+
+
+def _top_k(x: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+    """lax.top_k, equal values by index. Barriers keep XLA from slicing through it, which it then would not recognise
+    and run as a sort of the whole row. One each: a barrier round the pair trips a check in XLA's partitioner."""
+    values, ids = jax.lax.top_k(x, size)
+    return jax.lax.optimization_barrier(values), jax.lax.optimization_barrier(ids)
+
+
 def _mass_behind(rows: _Rows, value: jax.Array, at: jax.Array, wanted: jax.Array) -> jax.Array:
     """Mass of the tokens after the last candidate that min_p leaves; 0 for rows that do not ask."""
 
     def mass() -> jax.Array:
-        x, ids = rows.logits, jnp.arange(rows.logits.shape[1], dtype=jnp.int32)
+        x, ids = rows.logits, jnp.arange(rows.raw.shape[1], dtype=jnp.int32)
         after = (x < value[:, None]) | ((x == value[:, None]) & (ids > at[:, None]))
         return jnp.sum(jnp.where(after & (rows.z >= jnp.log(rows.min_p)[:, None]), jnp.exp(rows.z), 0.0), axis=1)
 
@@ -117,20 +162,20 @@ def _bisect_rows(rows: _Rows, certain: jax.Array, found: Threshold) -> Threshold
     certain rows cost nothing; elsewhere all rows go at once."""
 
     def one_by_one() -> Threshold:
-        def row(args: tuple[_Rows, jax.Array, Threshold]) -> Threshold:
+        def row(args: tuple[_Row, jax.Array, Threshold]) -> Threshold:
             row, certain, found = args
             return jax.lax.cond(certain, lambda: found, lambda: _bisect(row))
 
-        return jax.lax.map(row, (rows, certain, found))
+        return jax.lax.map(row, (rows.each(), certain, found))
 
     def together() -> Threshold:
-        return jax.tree.map(lambda old, new: jnp.where(certain, old, new), found, jax.vmap(_bisect)(rows))
+        return jax.tree.map(lambda old, new: jnp.where(certain, old, new), found, jax.vmap(_bisect)(rows.each()))
 
     return jax.lax.platform_dependent(cpu=one_by_one, default=together)
 
 
-def _bisect(row: _Rows) -> Threshold:
-    """The exact threshold of one row (fields without the R axis): 32 passes for each filter, and some more for ties
+def _bisect(row: _Row) -> Threshold:
+    """The exact threshold of one row: 32 passes for each filter, and some more for ties
     that a filter cuts through."""
     vocab = row.logits.shape[0]
     key, ids = _sort_key(row.logits), jnp.arange(vocab, dtype=jnp.uint32)
