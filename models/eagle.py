@@ -85,7 +85,13 @@ class Eagle3(HiddenStateHead):
         return r"t2d|d2t|" + super()._unused()
 
     def features(self, params: Params, hidden: jax.Array) -> jax.Array:
-        return llama._dot(hidden[..., -params["fc"].shape[0] :], params["fc"], self.layer)
+        wide = params["fc"].shape[0]
+        if hidden.shape[-1] < wide:
+            raise ValueError(
+                f"hidden states of the target have width {hidden.shape[-1]}; EAGLE-3 reads features of width {wide}: "
+                "set the target's feature_layers"
+            )
+        return llama._dot(hidden[..., -wide:], params["fc"], self.layer)
 
     def mix(self, params: Params, embedded: jax.Array, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
         w, eps = params["layers"][0], self.layer.config.rms_norm_eps

@@ -1,0 +1,32 @@
+"""Speculative decoding: what drafts the tokens that a step verifies, how many of them, and what came of it."""
+
+from __future__ import annotations
+
+from jaxserve.speculative.auto import AutoK
+from jaxserve.speculative.build import Target, make_proposer, make_suffix_proposer, required_feature_layers
+from jaxserve.speculative.config import SpeculativeConfig
+from jaxserve.speculative.proposer import PrefillContext, Proposal, ProposeContext, Proposer, Stateless, cut
+from jaxserve.speculative.stats import SpecDecodingCollector, SpecDecodingLog, SpecDecodingStats, metrics_text
+from jaxserve.speculative.suffix import Continuation, SuffixProposer, drafts_of_continuation
+
+__all__ = [
+    "AutoK",
+    "Continuation",
+    "PrefillContext",
+    "Proposal",
+    "ProposeContext",
+    "Proposer",
+    "SpecDecodingCollector",
+    "SpecDecodingLog",
+    "SpecDecodingStats",
+    "SpeculativeConfig",
+    "Stateless",
+    "SuffixProposer",
+    "Target",
+    "cut",
+    "drafts_of_continuation",
+    "make_proposer",
+    "make_suffix_proposer",
+    "metrics_text",
+    "required_feature_layers",
+]

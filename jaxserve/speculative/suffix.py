@@ -93,6 +93,9 @@ class SuffixProposer:
         drafts: list[int] = []
         score, probability = 0.0, 1.0
         for step in range(1, count + 1):
+            if len(places) == 1:  # nothing to choose any more
+                rest = _until_end(text[places[0] + step : places[0] + 1 + count])
+                return _Drafts(drafts + rest, float(score + probability * len(rest)))
             following = places + step
             following = following[following < len(text)]
             tokens = text[following]
@@ -126,6 +129,11 @@ def _narrowed(text: np.ndarray, places: np.ndarray, pattern: np.ndarray) -> list
             sets.append((length, places))
         places = longer
     return sets
+
+
+def _until_end(tokens: np.ndarray) -> list[int]:
+    ends = np.flatnonzero(tokens == _END)
+    return tokens[: ends[0] if len(ends) else None].tolist()
 
 
 class _Store:
