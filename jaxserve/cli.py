@@ -260,6 +260,11 @@ def _sampling_params(args: argparse.Namespace) -> SamplingParams:
         seed=args.seed,
         max_tokens=args.max_tokens,
         stop=args.stop,
+        min_tokens=args.min_tokens,
+        repetition_penalty=args.repetition_penalty,
+        frequency_penalty=args.frequency_penalty,
+        presence_penalty=args.presence_penalty,
+        bad_words=args.bad_words,
         output_kind=RequestOutputKind.DELTA,
     )
 
@@ -310,6 +315,21 @@ def _options() -> _Parser:
         "--min-p", type=float, default=0.0, metavar="P", help="drop tokens below P times the best one"
     )
     sampling.add_argument("--seed", type=int, metavar="N", help="makes sampling repeatable")
+    sampling.add_argument(
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="over 1: avoid tokens that were there already",
+    )
+    for name in ("frequency", "presence"):
+        sampling.add_argument(
+            f"--{name}-penalty", type=float, default=0.0, metavar="X", help=f"{name} penalty on output, -2 to 2"
+        )
+    sampling.add_argument("--min-tokens", type=int, default=0, metavar="N", help="do not end before N tokens")
+    sampling.add_argument(
+        "--bad-words", action="append", default=[], metavar="TEXT", help="never generate TEXT (may be repeated)"
+    )
     sampling.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end the output before TEXT (may be repeated)"
     )

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+_LOWEST_JSON = -9999.0  # JSON has no infinity; what OpenAI-compatible servers send for a log-probability of -inf
 
 
 @dataclass(slots=True)
@@ -71,3 +76,15 @@ class RequestOutput:
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     metrics: RequestMetrics | None = None
+
+    def to_json(self) -> str:
+        """All of it as strict JSON. Log-probabilities of -inf become -9999, those of tokens are keyed by id."""
+        return json.dumps(_finite(asdict(self)), allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return max(value, _LOWEST_JSON) if isinstance(value, float) and math.isinf(value) and value < 0 else value
