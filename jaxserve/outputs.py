@@ -7,7 +7,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-_LOWEST_JSON = -9999.0  # JSON has no infinity; what OpenAI-compatible servers send for a log-probability of -inf
+_INFINITY_JSON = 9999.0  # JSON has no infinity; OpenAI-compatible servers send -9999 for a log-probability of -inf
 
 
 @dataclass(slots=True)
@@ -87,4 +87,6 @@ def _finite(value: Any) -> Any:
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_finite(item) for item in value]
-    return max(value, _LOWEST_JSON) if isinstance(value, float) and math.isinf(value) and value < 0 else value
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    return None if math.isnan(value) else math.copysign(_INFINITY_JSON, value)
