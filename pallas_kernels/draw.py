@@ -14,10 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-_MAX_TILE = 256
+TILE = 256  # entries
 _LIMB = 22  # bits; two limbs to a number. Sums of up to 1024 limbs fit in 32 bits.
 _MAX_ENTRIES = 1 << (32 - _LIMB)
-MAX_VOCAB = _MAX_ENTRIES * _MAX_TILE
+MAX_VOCAB = _MAX_ENTRIES * TILE
 _WORDS = 4  # random words that one pick takes
 
 Weight = Callable[[Any, jax.Array], jax.Array]
@@ -54,10 +54,10 @@ def random_uniforms(seed: jax.Array, position: jax.Array, stream: int, count: in
 
 
 def tile_width(vocab: int) -> int:
-    """Entries in a tile: the largest power of two up to 256 that divides `vocab`, so that tiles are a view of the row;
-    256, and a padded row, where that would leave more tiles than can be summed exactly."""
-    width = min(_MAX_TILE, vocab & -vocab)
-    return width if vocab <= _MAX_ENTRIES * width else _MAX_TILE
+    """Entries in a tile that is a view of the row: the largest power of two up to 256 that divides `vocab`; 256, and a
+    padded row, where that would leave more than 1024 tiles."""
+    width = min(TILE, vocab & -vocab)
+    return width if vocab <= _MAX_ENTRIES * width else TILE
 
 
 def draw(values: Any, weight: Weight, words: jax.Array) -> jax.Array:
@@ -73,23 +73,22 @@ def draw(values: Any, weight: Weight, words: jax.Array) -> jax.Array:
     vocab = jax.tree.leaves(values)[0].shape[1]
     if vocab > MAX_VOCAB:
         raise ValueError(f"vocabulary has {vocab} entries; a draw takes at most {MAX_VOCAB}")
-    width = tile_width(vocab)
-    count = -(-vocab // width)
-    tiles = jax.tree.map(lambda x: _in_tiles(x, count, width), values)
-    sums = weight(tiles, jnp.arange(count * width, dtype=jnp.int32).reshape(count, width)).sum(-1)  # [R, n]
+    tiles = jax.tree.map(_in_tiles, values)
+    ids = jnp.arange(-(-vocab // TILE) * TILE, dtype=jnp.int32).reshape(-1, TILE)
+    sums = weight(tiles, ids).sum(-1)  # [R, n]
     tile = _pick(sums, words[:, :_WORDS])[:, None]
     chosen = jax.tree.map(lambda x: jnp.take_along_axis(x, tile[:, :, None], axis=1), tiles)  # [R, 1, w]
-    ids = tile * width + jnp.arange(width, dtype=jnp.int32)
+    ids = tile * TILE + jnp.arange(TILE, dtype=jnp.int32)
     inside = _pick(weight(chosen, ids[:, None])[:, 0], words[:, _WORDS:])
-    return tile[:, 0] * width + inside
+    return tile[:, 0] * TILE + inside
 
 
-def _in_tiles(values: jax.Array, count: int, width: int) -> jax.Array:
-    """[R, V] -> [R, count, width], padded with -inf."""
-    missing = count * width - values.shape[1]
+def _in_tiles(values: jax.Array) -> jax.Array:
+    """[R, V] -> [R, n, 256], padded with -inf; a view where V is a multiple of 256."""
+    missing = -values.shape[1] % TILE
     if missing:
         values = jnp.pad(values, ((0, 0), (0, missing)), constant_values=-jnp.inf)
-    return values.reshape(-1, count, width)
+    return values.reshape(values.shape[0], -1, TILE)
 
 
 def _pick(weights: jax.Array, words: jax.Array) -> jax.Array:

@@ -1,0 +1,55 @@
+"""What differs between the versions of JAX that are supported, 0.10.2 to 0.12: Mosaic GPU is not a stable interface."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+JAX_VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
+
+
+def load(ref: Any, index: Any, layout: Any, interpret: Any) -> jax.Array:
+    """ref[index] into registers in a layout: from GMEM or SMEM, whatever its swizzle."""
+    if interpret and JAX_VERSION < (0, 12):  # knows of no layouts
+        return ref[index]
+    if JAX_VERSION < (0, 12):
+        return plgpu.load(ref, index, layout=layout, optimized=False)
+    return plgpu.load(ref.at[index] if index else ref, layout=layout, optimized=False)
+
+
+def interpret_params(detect_races: bool = False) -> Any:
+    """What makes `mosaic_kernel` run on a CPU, instruction by instruction."""
+    if JAX_VERSION < (0, 12):
+        from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+        return InterpretGPUParams(detect_races=detect_races)
+    return plgpu.InterpretGPUParams(detect_races=detect_races)
+
+
+def races_found() -> bool:
+    """Whether the last interpreted kernel with race detection raced. 0.12 raises instead."""
+    if JAX_VERSION >= (0, 12):
+        return False
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+    return bool(gpu_callbacks.get_races().races_found)
+
+
+def mosaic_kernel(body: Callable[..., None], *, interpret: Any, **keywords: Any) -> Callable[..., Any]:
+    """A Mosaic GPU kernel of one warpgroup a block. interpret: False, or `interpret_params()`."""
+    return plgpu.kernel(
+        body,
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        interpret=interpret,
+        **keywords,
+    )
+
+
+@functools.cache
+def has_mosaic() -> bool:
+    """Whether this JAX can compile Mosaic GPU kernels at all."""
+    return hasattr(plgpu, "kernel")
