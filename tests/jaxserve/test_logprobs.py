@@ -152,8 +152,8 @@ def test_deltas_put_together_are_the_whole(raw: EngineCore) -> None:
                 whole = output.outputs[0]
     assert whole is not None
     assert all(len(delta.logprobs) == len(delta.token_ids) for delta in deltas)
-    assert sum((delta.token_ids for delta in deltas), []) == whole.token_ids
-    assert sum((delta.logprobs for delta in deltas), []) == whole.logprobs
+    assert [token for delta in deltas for token in delta.token_ids] == whole.token_ids
+    assert [found for delta in deltas for found in delta.logprobs] == whole.logprobs
     assert deltas[-1].cumulative_logprob == whole.cumulative_logprob
     assert len(deltas) > 1
 
