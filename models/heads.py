@@ -94,13 +94,13 @@ class HiddenStateHead(ABC):
         return None
 
     def load_params(self, target_params: Params, mesh: Mesh | None) -> Params:
-        """Its weights, and the target's tables, which are its own arrays and cost nothing.
+        """Its weights, and the target's tables: embed and lm_head, the target's own arrays, which cost nothing.
 
         Raises ValueError naming a tensor that is missing, misshapen, or has no place.
         """
-        own = self._own_params(mesh)
-        shared = {name: target_params[name] for name in ("embed", "lm_head") if name in target_params}
-        return shared | self._own_tables(shared, mesh) | own
+        embed = target_params["embed"]
+        shared = {"embed": embed, "lm_head": target_params.get("lm_head", embed)}
+        return shared | self._own_tables(shared, mesh) | self._own_params(mesh)
 
     def _own_params(self, mesh: Mesh | None) -> dict[str, Any]:
         if self.source is None:
@@ -114,13 +114,12 @@ class HiddenStateHead(ABC):
         """Embedding and lm_head of the checkpoint where they are not copies of the target's."""
         if self.source is None:
             return {}
-        of_target = {"embed": shared["embed"], "lm_head": shared.get("lm_head", shared["embed"])}
         specs = {
             name: self._table_spec(name, tensor)
             for name, tensor in (("embed", "embed_tokens.weight"), ("lm_head", "lm_head.weight"))
             if tensor in self.source.names()
             and name not in self.specs()
-            and not _is_copy(self.source, tensor, of_target[name])
+            and not _is_copy(self.source, tensor, shared[name])
         }
         return weights.load_params(specs, self.source, mesh, unused=".*")
 
@@ -156,7 +155,7 @@ class HiddenStateHead(ABC):
 
     def table_logits(self, params: Params, state: jax.Array) -> jax.Array:
         """[R, D] -> float32 [R, V] by the lm_head, the target's unless the head has one."""
-        table = params["lm_head"] if "lm_head" in params else params["embed"]
+        table = params["lm_head"]
         return llama._dot_t(state.astype(table.dtype), table)
 
 

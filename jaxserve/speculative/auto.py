@@ -115,7 +115,12 @@ class AutoK:
         self._current: int | None = None
 
     def observe(self, windows: Sequence[tuple[int, int]], num_running: int, num_drafts: int, seconds: float) -> None:
-        """A step without prefill: (drafts, tokens emitted) of each request, its size, its K and how long it took."""
+        """A step without prefill: (drafts, tokens emitted) of each request, its size, its K and how long it took.
+
+        Raises ValueError for a time that is not positive.
+        """
+        if not seconds > 0:
+            raise ValueError(f"seconds is {seconds}; it must be > 0")
         if num_drafts:
             self._windows *= _KEEP if self._since_drafts < _PROBE_EVERY else _KEEP_AT_PROBE
         for drafts, emitted in windows:

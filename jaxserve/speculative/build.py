@@ -36,7 +36,7 @@ class Target:
 
 
 def make_proposer(config: SpeculativeConfig, target: Target) -> Proposer:
-    """The proposer of every method but suffix, with K = config.max_drafts. Weights are read by `load_params`, not here.
+    """The proposer of every method but suffix, with K = config.max_drafts. Weights are read by its `load_params`.
 
     Raises FileNotFoundError, or ValueError naming what does not fit the target or is unsupported.
     """
@@ -46,6 +46,8 @@ def make_proposer(config: SpeculativeConfig, target: Target) -> Proposer:
         assert config.prompt_lookup_min is not None
         assert config.prompt_lookup_max is not None
         return NgramProposer(k, config.prompt_lookup_min, config.prompt_lookup_max)
+    if config.method == "suffix":
+        raise ValueError("method is 'suffix'; its proposer runs on the host: use make_suffix_proposer")
     if config.method == "custom":
         return _custom(config, target)
     replicated = config.draft_tensor_parallel_size == 1 and target.tensor_parallel_size > 1
@@ -54,8 +56,7 @@ def make_proposer(config: SpeculativeConfig, target: Target) -> Proposer:
     model = _llama(config, target)
     if config.method == "medusa":
         return MedusaProposer(load_medusa(_path(config), model), k, config.probabilistic, replicated)
-    if config.method not in _HEADS:
-        raise ValueError(f"method is {config.method!r}; its proposer runs on the host: use make_suffix_proposer")
+    assert config.method is not None
     head = _HEADS[config.method](_path(config, model), model)
     return HiddenStateProposer(
         head, k, model.vocab_size, target.block_size, probabilistic=config.probabilistic, replicated=replicated
@@ -66,7 +67,7 @@ _HEADS: dict[str, Any] = {"eagle": load_eagle, "eagle3": load_eagle3, "mtp": loa
 
 
 def make_suffix_proposer(config: SpeculativeConfig) -> SuffixProposer:
-    """The host object of method suffix."""
+    """What finds the drafts of method suffix, on the host."""
     return SuffixProposer(
         config.max_drafts,
         max_tree_depth=config.suffix_decoding_max_tree_depth,

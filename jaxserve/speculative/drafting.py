@@ -19,7 +19,8 @@ def pick(
 
     logits: [B, V] float32. Without `probabilistic`, and for slots of temperature 0, it is the argmax. The logits [B, V]
     (None without `probabilistic`) are those of q = softmax(result): temperature applied, -inf but for the argmax where
-    that is 0. The draw is a pure function of (seed, output position), in a stream of its own.
+    that is 0. The draw is a pure function of (seed, output position of the window, index): a later window that reaches
+    the same position draws anew, as block verification needs.
     """
     best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     if not probabilistic:
@@ -29,7 +30,7 @@ def pick(
         z = (logits - jnp.max(logits, axis=-1, keepdims=True)) / jnp.where(warm, context.temperature[:, None], 1.0)
         only_best = jnp.where(jnp.arange(logits.shape[-1]) == best[:, None], 0.0, -jnp.inf)
         q = jnp.where(warm, z, only_best)
-        words = random_words(context.seed, context.num_tokens + index - context.prompt_len, STREAM_DRAFT)
+        words = random_words(context.seed, context.num_tokens - context.prompt_len, STREAM_DRAFT + index)
         return draw(q, lambda values, ids: jnp.exp(values), words), q
 
 

@@ -3,9 +3,9 @@
 Each step first stores the entries of the tokens it committed, with the target's true hidden states; they replace what
 the head wrote there when it drafted. The last entry's state gives the first draft, and the head goes on with its own
 states. A tile of prompt tokens stores the entries one position to the right, whose tokens are known, so that the entry
-of the last known token is there when decoding begins. Only where a tile, or the row of a decode, begins a page may the
-entry at that position be missing: the page before may come from the prefix cache, which keeps the hidden state that a
-page ends with.
+of the last known token is there when decoding begins. The exception is an entry that begins the page behind a tile: the
+tile, or the decode, that begins there makes it from the hidden state that is kept with the page before. So it is made
+just the same when that page came from the prefix cache, and every entry of a prefill is written once.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ class HiddenStateProposer:
         return replicate(params, mesh) if self.replicated else params
 
     def init_kv(self, num_blocks: int, block_size: int, mesh: Mesh | None) -> Any:
+        if block_size != self.block_size:
+            raise ValueError(f"block_size is {block_size}; the proposer was made for {self.block_size}")
         kv = self.head.init_kv(num_blocks, block_size, None if self.replicated else mesh)
         return replicate(kv, mesh) if self.replicated else kv
 
@@ -59,10 +61,13 @@ class HiddenStateProposer:
         assert context.hidden is not None
         assert context.previous_hidden is not None
         with jax.named_scope("head_prefill"):
-            shifted = jnp.where(context.positions >= 0, context.positions + 1, -1)
+            positions = context.positions
+            last = positions == jnp.max(positions, axis=1, keepdims=True)
+            begins_next = last & ((positions + 1) % self.block_size == 0)
+            shifted = jnp.where((positions >= 0) & ~begins_next, positions + 1, -1)
             inputs = ForwardInputs(
                 tokens=jnp.concatenate([context.tokens[:, :1], context.next_tokens], axis=1),
-                positions=jnp.concatenate([self._page_starts(context.positions[:, :1]), shifted], axis=1),
+                positions=jnp.concatenate([self._page_starts(positions[:, :1]), shifted], axis=1),
                 block_tables=context.block_tables,
                 stored=context.stored,
             )  # [N, 1+Q]

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 
 from models.base import Array, Params
 
-STREAM_DRAFT = 1  # of the randomness of (seed, position): drafts must not be drawn with the words of the target's draw
+STREAM_DRAFT = 16  # of the randomness of (seed, position): the first of K streams, one for each draft of a window
 
 
 @struct.dataclass
@@ -58,6 +58,7 @@ class ProposeContext:
     prompt_len: Array  # [B] int32
     max_tokens_total: Array  # [B] int32, the request ends when it holds this many
     temperature: Array  # [B] float32, 0 = greedy
+    continuation: Any = None  # for ContinuationProposer: what the host expects of each slot
 
 
 @struct.dataclass

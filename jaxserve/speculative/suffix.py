@@ -6,8 +6,8 @@ and the walk down from a node narrows them by the token that most of them contin
 and memory is that of the text.
 
 The index is built and read on the host, which is one step behind the device: when it proposes, the tokens of the step
-in flight are not known. So it continues the text it knows further than K, and `drafts_of_continuation`, on the device,
-takes the part that begins where the step ended, if the step said what was expected.
+in flight are not known. So it continues the text it knows further than K, and the device takes the part that begins
+where the step ended, if the step said what was expected (`jaxserve.speculative.continuation`).
 """
 
 from __future__ import annotations
@@ -18,13 +18,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import struct
-
-from jaxserve.speculative.proposer import ProposeContext, cut
-from models.base import Array
 
 _END = -1  # behind every stored output: no token
 _MAX_PLACES = 4096  # of a token, the newest, from which a search starts
@@ -62,6 +56,8 @@ class SuffixProposer:
 
     def propose(self, tokens: Sequence[int], ahead: int = 0) -> list[int]:
         """Up to K drafts that may follow a request's tokens (prompt and output), and up to `ahead` more.
+
+        With a step in flight, ahead = 1 + K is what it may use up.
 
         The better of the request's own text and the store, by the expected number of accepted drafts.
         """
@@ -175,27 +171,3 @@ class _Store:
         places = np.array(self._places.get(token, array("q"))[-_MAX_PLACES:], np.int64)
         first = self._begins[0] if self._begins else 0
         return text, places[places >= first] - self._origin
-
-
-@struct.dataclass
-class Continuation:
-    """What the host expects of each slot. start: [B] int32, position of the first token. tokens: [B, C] int32, -1 after
-    the last; C = 1 + 2K serves any step in flight."""
-
-    start: Array
-    tokens: Array
-
-
-def drafts_of_continuation(context: ProposeContext, continuation: Continuation, num_drafts: int) -> jax.Array:
-    """[B, K] int32: the continuation from where the request is now, if what it has said since agrees with it."""
-    width = continuation.tokens.shape[1]
-    offset = jnp.arange(width, dtype=jnp.int32)
-    position = continuation.start[:, None] + offset
-    said = jnp.take_along_axis(context.tokens, jnp.clip(position, 0, context.tokens.shape[1] - 1), axis=1)
-    known = position < context.num_tokens[:, None]
-    agrees = jnp.all(~known | (said == continuation.tokens), axis=1)
-    first = context.num_tokens - continuation.start  # of the continuation, that is still to come
-    source = first[:, None] + jnp.arange(num_drafts, dtype=jnp.int32)
-    found = jnp.take_along_axis(continuation.tokens, jnp.clip(source, 0, width - 1), axis=1)
-    usable = agrees[:, None] & (first >= 0)[:, None] & (source < width)
-    return cut(jnp.where(usable, found, -1), context)

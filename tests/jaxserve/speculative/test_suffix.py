@@ -1,16 +1,13 @@
-"""Suffix proposals against a tree of counts built as the paper describes, and their alignment on the device."""
+"""Suffix proposals against a tree of counts built as the paper describes."""
 
 from collections import Counter
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.speculative.proposer import ProposeContext
-from jaxserve.speculative.suffix import Continuation, SuffixProposer, drafts_of_continuation
+from jaxserve.speculative.suffix import SuffixProposer
 
 texts = st.lists(st.integers(0, 2), min_size=1, max_size=20)
 
@@ -91,44 +88,6 @@ def test_the_store_is_bounded(finished, size):
     assert sum(map(len, proposer._store._places.values())) <= 2 * kept + 1
     for token in range(3):
         assert proposer.propose([token]) == fresh.propose([token])
-
-
-def context_of(history, num_tokens, room=99):
-    b = len(history)
-    return ProposeContext(
-        tokens=jnp.asarray(history, jnp.int32), num_tokens=jnp.asarray(num_tokens), n_emitted=jnp.ones(b, jnp.int32),
-        run=jnp.ones(b, bool), block_tables=jnp.zeros((b, 1), jnp.int32), hidden=None, previous_hidden=None,
-        seed=jnp.zeros((b, 2), jnp.uint32), prompt_len=jnp.ones(b, jnp.int32),
-        max_tokens_total=jnp.asarray(num_tokens) + room, temperature=jnp.zeros(b),
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("known", "continuation", "expected"),
-    [
-        (4, [5, 6, 7, 8, 9], [5, 6]),  # nothing was in flight
-        (5, [5, 6, 7, 8, 9], [6, 7]),  # one token, as expected
-        (7, [5, 6, 7, 8, 9], [8, 9]),  # three of them
-        (6, [5, 0, 7, 8, 9], [-1, -1]),  # the second was another one
-        (8, [5, 6, 7, 8, 9], [9, -1]),
-        (9, [5, 6, 7, 8, 9], [-1, -1]),  # all of it is known by now
-        (5, [5, 6, -1, -1, -1], [6, -1]),
-        (6, [5, -1, -1, -1, -1], [-1, -1]),
-        (5, [-1] * 5, [-1, -1]),
-    ],
-)
-def test_alignment(known, continuation, expected):
-    """The host proposed after four tokens, 1 2 3 4; the device has gone on to `known` of them."""
-    history = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 9]]
-    given = Continuation(jnp.asarray([4]), jnp.asarray([continuation]))
-    align = jax.jit(drafts_of_continuation, static_argnums=2)
-    assert align(context_of(history, [known]), given, 2).tolist() == [expected]
-
-
-def test_alignment_of_a_slot_that_was_given_away():
-    """A continuation that starts beyond the history belongs to somebody else."""
-    given = Continuation(jnp.asarray([7]), jnp.asarray([[5, 6, 7]]))
-    assert drafts_of_continuation(context_of([[1, 2, 3, 4, 0, 0, 0, 0]], [4]), given, 2).tolist() == [[-1, -1]]
 
 
 def test_proposals_of_a_long_request_are_quick():
