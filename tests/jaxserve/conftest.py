@@ -22,6 +22,7 @@ from jaxserve.sampling.sampler import Sampler, Window
 from jaxserve.sampling.thinking import Markers, section_start
 
 HISTORY = 32
+ROWS = 6  # of a slot: the longest window that a test samples
 
 
 class SpelledTokenizer:
@@ -135,12 +136,16 @@ def make_window() -> Callable[..., tuple[Window, TokenUse]]:
 
 @pytest.fixture(scope="session")
 def sample(make_window: Callable[..., Any]) -> Callable[..., Any]:
-    """Samples [b, 1+K] as NumPy, of logits [b, 1+K, V] and as many requests."""
+    """Samples [b, 1+K] as NumPy, of logits [b, 1+K, V] and as many requests. Padded to few shapes: few programs."""
     compiled = jax.jit(Sampler.sample, static_argnums=0)
 
     def run(sampler: Sampler, logits: np.ndarray, requests: Sequence[Asked]) -> Any:
-        window, use = make_window(sampler, requests, logits.shape[1] - 1, logits.shape[2])
-        return jax.tree.map(np.asarray, compiled(sampler, logits, window, use))
+        b, width, vocab = logits.shape
+        assert len(requests) == b
+        more = -b % 4
+        window, use = make_window(sampler, [*requests, *requests[:1] * more], ROWS - 1, vocab)
+        padded = np.pad(logits, ((0, more), (0, ROWS - width), (0, 0)))
+        return jax.tree.map(lambda x: np.asarray(x)[:b, :width], compiled(sampler, padded, window, use))
 
     return run
 

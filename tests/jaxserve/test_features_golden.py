@@ -3,6 +3,7 @@ engines were seen to fail."""
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 import models
 from jaxserve import ReasoningConfig, RepetitionDetection, SamplingParams
+from jaxserve.sampling.sampler import Sampler
 from jaxserve.sampling.thinking import Markers
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "sampling_cases.json").read_text(encoding="utf-8"))
@@ -119,15 +121,28 @@ def test_repetition_ends_the_output(make_engine: Any, generate: Any) -> None:
     assert (len(free.token_ids), free.finish_reason) == (20, "length")
 
 
+@pytest.fixture(scope="module")
+def scripted_engine(make_engine: Any) -> Any:
+    """Its model wants token 5 after all tokens but one: first = (token, what follows it)."""
+
+    @functools.cache
+    def make(start: tuple[int, ...], end: tuple[int, ...], first: tuple[int, int] | None) -> Any:
+        table = np.full((202, 202), -30, np.float32)
+        table[:, 5] = 30
+        if first is not None:
+            table[first[0], 5], table[first] = -30, 30
+        reasoning = ReasoningConfig(start=start, end=end)
+        return make_engine(models.MarkovLM(table), max_num_seqs=1, max_model_len=64, reasoning_config=reasoning)
+
+    return make
+
+
 @pytest.mark.parametrize("case", GOLDEN["thinking_budget"], ids=lambda c: f"{c['budget']} after {c['prompt']}")
-def test_thinking_budget(make_engine: Any, generate: Any, case: dict[str, Any]) -> None:
+def test_thinking_budget(scripted_engine: Any, generate: Any, case: dict[str, Any]) -> None:
     assert set(case["model_wants"]) <= {"0"}, "a table can only say what follows the prompt"
-    table = np.full((202, 202), -30, np.float32)
-    table[:, case["default_token"]] = 30
-    table[case["prompt"][-1]] = -30
-    table[case["prompt"][-1], case["model_wants"].get("0", case["default_token"])] = 30
-    reasoning = ReasoningConfig(start=case["start"], end=case["end"])
-    engine = make_engine(models.MarkovLM(table), max_num_seqs=1, max_model_len=64, reasoning_config=reasoning)
+    assert case["default_token"] == 5
+    first = (case["prompt"][-1], case["model_wants"]["0"]) if case["model_wants"] else None
+    engine = scripted_engine(tuple(case["start"]), tuple(case["end"]), first)
     for temperature in (0, 1):
         params = SamplingParams(temperature=temperature, max_tokens=10, thinking_token_budget=case["budget"])
         assert generate(engine, case["prompt"], params).outputs[0].token_ids == case["output"]
@@ -198,11 +213,11 @@ def test_min_p_of_negative_logits(
 
 
 @pytest.mark.parametrize("vocab", [100, 8193, 10000, 151936])
-def test_all_mass_in_the_last_tile(make_sampler: Any, sample: Any, asked: Any, vocab: int) -> None:
+def test_all_mass_in_the_last_tile(sample: Any, asked: Any, vocab: int) -> None:
     logits = np.full((4, 1, vocab), -20, np.float32)
     logits[..., -3:] = 30
     settings = ({}, {"top_k": 2}, {"top_p": 0.9}, {"frequency_penalty": 0.1, "min_p": 0.1})
-    sampled = sample(make_sampler(vocab, max_logprobs=0), logits, [asked(SamplingParams(**s)) for s in settings])
+    sampled = sample(Sampler(vocab, max_logprobs=0), logits, [asked(SamplingParams(**s)) for s in settings])
     assert ((sampled.token >= vocab - 3) & (sampled.token < vocab)).all()
 
 

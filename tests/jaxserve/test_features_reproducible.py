@@ -190,7 +190,7 @@ def test_on_several_devices(
 def test_nothing_is_compiled_after_warm_up(
     make_engine: Any, model: Any, spelled: Any, drive: Any, alone: dict[str, Any], compilations: list[str]
 ) -> None:
-    engine = make_engine(model, spelled, max_num_seqs=4, num_blocks=9, block_size=8, **CONFIG)
+    engine = make_engine(model, spelled, max_num_seqs=4, num_blocks=9, max_num_batched_tokens=36, **CONFIG)
     engine.warmup(progress=False)
     compilations.clear()
     for name in FEATURES:

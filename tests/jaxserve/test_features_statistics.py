@@ -138,8 +138,16 @@ def test_every_path_draws_its_tokens_at_their_rates(
         check(tokens[:, row], probabilities(PATHS[path], [3, 2, 0, 2][: 1 + row], exact_distribution))
 
 
-@pytest.mark.parametrize("settings", [{}, {"min_p": 1e-7}, {"top_k": 3}, {"top_p": 0.9999999}, {"extra_args": {"halve": True}}],
-                         ids=str)  # fmt: skip
+TAILS: list[dict[str, Any]] = [
+    {},
+    {"min_p": 1e-7},
+    {"top_k": 3},
+    {"top_p": 0.9999999},
+    {"extra_args": {"halve": True}},
+]
+
+
+@pytest.mark.parametrize("settings", TAILS, ids=str)
 def test_tails_appear_at_their_rate(make_sampler: Any, draw_many: Any, asked: Any, settings: Any) -> None:
     """A token of probability 1e-5 among 2^22 draws: 42 expected."""
     logits = np.log(np.array([1 - 1e-5 - 1e-9, 1e-5, 1e-9], np.float64))
