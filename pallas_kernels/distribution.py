@@ -62,10 +62,16 @@ def largest(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
         logits = jax.lax.optimization_barrier(jnp.pad(logits, ((0, 0), (0, over)), constant_values=-jnp.inf))
     tiles = logits.reshape(logits.shape[0], -1, width)
     maxima = jnp.max(tiles, axis=-1)
-    top = jnp.max(maxima, axis=-1)
+    top = jnp.where(_has_nan(tiles), jnp.nan, jnp.max(maxima, axis=-1))
     tile = jnp.argmax(maxima == top[:, None], axis=-1)
     inside = jnp.take_along_axis(tiles, tile[:, None, None], axis=1)[:, 0]
     return top, (tile * width + jnp.argmax(inside == top[:, None], axis=-1)).astype(jnp.int32)
+
+
+def _has_nan(tiles: jax.Array) -> jax.Array:
+    """[R] bool, of [R, n, w]. On a CPU a maximum loses a NaN that is not the first it meets; a sum never does."""
+    suspect = jnp.isnan(jnp.sum(jnp.sum(tiles, axis=-1), axis=-1))  # so is the sum of infinities of either sign
+    return jax.lax.cond(jnp.any(suspect), lambda: jnp.any(tiles != tiles, axis=(1, 2)), lambda: jnp.zeros_like(suspect))
 
 
 def is_finite(top: jax.Array) -> jax.Array:

@@ -23,7 +23,7 @@ _WORDS = 4  # random words that one pick takes
 Weight = Callable[[Any, jax.Array], jax.Array]
 
 
-def random_words(seed: jax.Array, position: jax.Array, stream: int) -> jax.Array:
+def random_words(seed: jax.Array, position: jax.Array, stream: int | jax.Array) -> jax.Array:
     """[R, 8] uint32, a pure function of (seed, position, stream): seed [R, 2] uint32, position [R] int32.
 
     Threefry-2x32 (Salmon et al. 2011), through jax.random.

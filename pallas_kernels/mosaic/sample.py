@@ -2,20 +2,19 @@
 
 Byte plan for one row of V float32 logits (V = 128256: 513 KB), where the ideal is to read it once:
 
-    1. `statistics`: the row is read from HBM once; of every segment of 16 entries the maximum and the sum of weights
-       are written, V / 2 bytes (64 KB).
-    2. `sample`, one block a row: the statistics are read from L2 (64 KB).
-       - No filter: the sums of tiles are sums of statistics. The tile that is drawn is read again: 1 KB.
-       - Filters: a bisection over the segments' maxima, in registers, finds a value that at most 64 of them reach; those
-         64 segments hold everything from there up. They are fetched by TMA, 4 KB, and searched in shared memory. If they
-         show where top_k, or the nucleus, ends (top_k <= 64 always does but for ties; a nucleus of real text does), the
-         draw needs nothing else.
-       - A row that they do not decide, a flat nucleus or a large top_k, is searched whole: 20 to 60 passes over 513 KB
-         in L2, the only case in which the row is read more than once.
+1. `statistics`: the row is read from HBM once; of every segment of 16 entries the maximum and the sum of weights are
+   written, V / 2 bytes (64 KB).
+2. `sample`, one block a row: the statistics are read from L2, once for each step of a bisection.
+   - No filter: the sums of tiles are sums of statistics. The tile that is drawn is read again: 1 KB.
+   - Filters: a bisection over the maxima finds a value that at most 64 segments reach; these hold everything from there
+     up. They are fetched by TMA, 4 KB, and searched in shared memory. If they show where top_k or the nucleus ends
+     (top_k <= 56 always does but for ties; a nucleus of real text does), the draw needs nothing else.
+   - A row that they do not decide, a flat nucleus or a large top_k, is searched whole: 20 to 60 passes over 513 KB in
+     L2, the only case in which the row is read more than once.
 
-So 64 rows of 128256 take 33 MB of HBM reads and 4 MB each way in L2 for the statistics: 10 us at 3.35 TB/s. A radix sort
-moves 0.3 to 0.6 GB. Nothing of the size of the logits is written, but where V is not a multiple of 256 (or V < 16384):
-then the row is padded, which XLA fuses into whatever makes the logits.
+So 64 rows of 128256 take 33 MB of reads from HBM, 10 us at 3.35 TB/s, and 4 MB each way in L2 for the statistics. A
+radix sort moves 0.3 to 0.6 GB. Nothing of the size of the logits is written, but where V is not a multiple of 256, or
+less than 16384, or the logits are not float32: then XLA makes a padded copy, fused into what makes the logits.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.compat import load, mosaic_kernel
-from pallas_kernels.distribution import Filters
+from pallas_kernels.distribution import Filters, is_finite
 from pallas_kernels.draw import TILE
 from pallas_kernels.mosaic.pick import pick
 from pallas_kernels.mosaic.statistics import (
@@ -61,10 +60,11 @@ def sample_random(
     temperature = jnp.where(filters.temperature > 0, filters.temperature, 1.0)
     segments = x.reshape(-1, tiles * IN_TILE, SEGMENT)
     maxima, sums = segment_statistics(segments, 1 / temperature, interpret)
-    top = jnp.max(jnp.where(jnp.isnan(sums), jnp.nan, maxima), axis=1)
+    # A maximum may lose a NaN on the way, a sum never does.
+    top = jnp.where(jnp.any(jnp.isnan(sums), axis=1), jnp.nan, jnp.max(maxima, axis=1))
     limited = (filters.top_k > 0) & (filters.top_k < vocab)
     filtered = limited | (filters.top_p < 1) | (filters.min_p > 0)
-    random = (filters.temperature > 0) & jnp.isfinite(top) | (filters.temperature > 0) & (top == jnp.inf)
+    random = (filters.temperature > 0) & is_finite(top)
     if valid is not None:
         random &= valid
     task = jnp.where(random, jnp.where(filtered, FILTERED, PLAIN), IDLE)

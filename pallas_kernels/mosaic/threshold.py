@@ -20,7 +20,7 @@ Function = Callable[[jax.Array, jax.Array], jax.Array]
 
 def key(x: jax.Array) -> jax.Array:
     """float32 -> int32 in the same order, both zeros alike."""
-    bits = jax.lax.bitcast_convert_type(x + 0.0, jnp.int32)
+    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)
     return bits ^ (jax.lax.shift_right_arithmetic(bits, jnp.int32(31)) & jnp.int32(0x7FFFFFFF))
 
 

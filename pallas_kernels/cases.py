@@ -1,0 +1,91 @@
+"""Cases that every implementation must answer alike: tests run them all, benchmarks take their shapes from here.
+
+A case is a few rows of one vocabulary with a name for each row, so that a kernel, interpreted at seconds a row, is
+compiled once for many of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pallas_kernels.distribution import Filters
+
+VOCABS = (100, 8193, 10000, 128256, 151936)  # of tests: multiples of nothing, of 16, of 256, of 128
+BENCH_ROWS = (1, 8, 64, 256, 512)
+BENCH_VOCABS = (32000, 128256, 151936)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Rows with their names. logits [R, V] float32; words [R, 8] uint32; the fields of Filters [R]."""
+
+    names: tuple[str, ...]
+    logits: np.ndarray
+    filters: Filters
+    words: np.ndarray
+
+
+def _row(name: str, logits: np.ndarray, **filters: float) -> tuple[str, np.ndarray, dict[str, float]]:
+    return name, logits.astype(np.float32), {"temperature": 1.0, "min_p": 0.0, "top_k": 0, "top_p": 1.0} | filters
+
+
+def sampling_case(vocab: int, seed: int = 0, only: str = "") -> Case:
+    """The rows of one vocabulary whose names contain `only`; what a row holds does not depend on the others."""
+    rows = [row for row in _rows(vocab, np.random.default_rng(vocab + seed)) if only in row[0]]
+    names, logits, settings = zip(*rows, strict=True)
+    words = np.random.default_rng(seed).integers(0, 2**32, (len(rows), 8), dtype=np.uint32)
+    return Case(names, np.stack(logits), filters_of(settings), words)
+
+
+def filters_of(settings: Any) -> Filters:
+    """Filters of rows given as one dict each."""
+    columns = {name: np.array([s[name] for s in settings], np.float32) for name in ("temperature", "min_p", "top_p")}
+    return Filters(top_k=np.array([s["top_k"] for s in settings], np.int32), **columns)
+
+
+def _rows(vocab: int, rng: np.random.Generator) -> list[tuple[str, np.ndarray, dict[str, float]]]:
+    peaked, flat = 3 * rng.standard_normal(vocab), 0.3 * rng.standard_normal(vocab)
+    ties = rng.integers(0, 3, vocab).astype(np.float64)
+    few = np.full(vocab, -np.inf)
+    few[[vocab // 3, vocab - 1]] = 1.0, 2.0
+    last = np.full(vocab, -50.0)
+    last[-3:] = 5.0, 6.0, 7.0
+    infinite = peaked.copy()
+    infinite[[vocab // 2, vocab - 2]] = np.inf
+    bad = peaked.copy()
+    bad[vocab // 2] = np.nan
+    zeros = np.where(np.arange(vocab) % 3 == 0, -0.0, np.where(np.arange(vocab) % 3 == 1, 0.0, -1.0))
+    return [
+        _row("greedy", peaked, temperature=0.0),
+        _row("greedy, ties", ties, temperature=0.0),
+        _row("plain", peaked),
+        _row("plain, flat", flat, temperature=1.3),
+        _row("plain, all equal", np.zeros(vocab)),
+        _row("plain, all the mass in the last tile", last),
+        _row("plain, two tokens", few),
+        _row("plain, cold", peaked, temperature=1e-6),
+        _row("top_k 1", peaked, top_k=1),
+        _row("top_k 50", peaked, top_k=50),
+        _row("top_k 50, flat", flat, top_k=50),
+        _row("top_k 50 of ties", ties, top_k=50),
+        _row("top_k 3 of zeros of either sign", zeros, top_k=3),
+        _row("top_k 300", peaked, top_k=min(300, vocab - 1)),
+        _row("top_k of everything", peaked, top_k=vocab),
+        _row("top_p 0.9", peaked, top_p=0.9),
+        _row("top_p 0.9, flat", flat, top_p=0.9),
+        _row("top_p 0.5 of ties", ties, top_p=0.5),
+        _row("top_p 1 - 1e-7", peaked, top_p=0.9999999),
+        _row("top_p 1e-9", peaked, top_p=1e-9),
+        _row("top_k 50 and top_p 0.9", peaked, temperature=0.7, top_k=50, top_p=0.9),
+        _row("top_k 50 and top_p 0.9, flat", flat, temperature=0.7, top_k=50, top_p=0.9),
+        _row("min_p 0.1", peaked, min_p=0.1),
+        _row("min_p 0.3, flat", flat, min_p=0.3),
+        _row("min_p, top_k and top_p", peaked, temperature=1.5, min_p=0.05, top_k=40, top_p=0.8),
+        _row("top_p of two tokens", few, top_p=0.9),
+        _row("+inf", infinite, top_p=0.9),
+        _row("NaN", bad, top_k=5),
+        _row("all -inf", np.full(vocab, -np.inf), top_p=0.5),
+    ]
