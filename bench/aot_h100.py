@@ -33,7 +33,8 @@ from jaxserve.sampling.processor import ProcessorConfig
 from jaxserve.sampling.registry import make_processors
 from jaxserve.sampling.sampler import Sampler
 from jaxserve.sampling.thinking import Markers
-from jaxserve.step import Cache
+from jaxserve.speculative.ngram import NgramProposer
+from jaxserve.step import Cache, Parts, Weights
 from jaxserve.step_programs import StepPrograms
 from models import ModelConfig
 from models.llama import Llama
@@ -50,11 +51,16 @@ SLOTS, CONTEXT, HISTORY, BLOCK = 64, 2350, 2560, 16
 TILE, PREFILL_TILES = 128, 16
 PAGES = -(-CONTEXT // BLOCK)
 PROGRAMS: dict[str, tuple[Any, int, str]] = {  # key, drafts of a request, what it is
-    "forward": (("forward", SLOTS, PAGES), 0, "forward pass of a decode step"),
-    "sample": (("sample", SLOTS, False), 0, "sampling of a decode step"),
-    "sample all": (("sample", SLOTS, True), 0, "sampling with processors, penalties, thinking budget"),
-    "verify": (("forward", SLOTS, PAGES), 3, "forward pass with 3 drafts a request"),
-    "sample drafts": (("sample", SLOTS, True), 3, "sampling and verification with 3 drafts a request, everything on"),
+    "forward": (("forward", SLOTS, PAGES, 0), 0, "forward pass of a decode step"),
+    "sample": (("sample", SLOTS, False, 0), 0, "sampling of a decode step"),
+    "sample all": (("sample", SLOTS, True, 0), 0, "sampling with processors, penalties, thinking budget"),
+    "verify": (("forward", SLOTS, PAGES, 3), 3, "forward pass with 3 drafts a request"),
+    "sample drafts": (
+        ("sample", SLOTS, True, 3),
+        3,
+        "sampling and verification with 3 drafts a request, everything on",
+    ),
+    "propose": (("propose", SLOTS, PAGES, 0, 3), 3, "n-gram proposals of 3 drafts a request"),
     "prefill": (("prefill", PREFILL_TILES, PAGES), 0, f"prefill of {TILE * PREFILL_TILES} tokens"),
     "score": (("score", PREFILL_TILES, PAGES), 0, "the same with log-probabilities of the prompt"),
 }
@@ -80,9 +86,16 @@ def step_programs(mesh: Mesh, drafts: int) -> StepPrograms:
     state = jax.eval_shape(lambda: batch.empty_batch(SLOTS, HISTORY, pages, drafts, row, vocab))
     whole, by_slot = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("tp"))
     state = replace(_placed(state, whole), use=_placed(state.use, by_slot))
-    cache = Cache(kv=model.kv_spec(1 + SLOTS * pages, BLOCK, mesh), boundary=None, block_size=BLOCK)
-    buckets = make_buckets(SLOTS, CONTEXT, TILE * PREFILL_TILES + SLOTS, BLOCK, TILE, mesh.size)
-    return StepPrograms(model, sampler, mesh, buckets, abstract_params(model.specs(), mesh), cache, state)
+    kv = model.kv_spec(1 + SLOTS * pages, BLOCK, mesh)
+    proposer = NgramProposer(drafts, min_n=2, max_n=5) if drafts else None
+    return StepPrograms(
+        parts=Parts(model, sampler, mesh, proposer),
+        buckets=make_buckets(SLOTS, CONTEXT, TILE * PREFILL_TILES + SLOTS, BLOCK, TILE, mesh.size),
+        weights=Weights(abstract_params(model.specs(), mesh), {}),
+        cache=Cache(kv=kv, boundary=None, draft_kv=None, block_size=BLOCK),
+        state=state,
+        draft_counts=(drafts,),
+    )
 
 
 def _placed(tree: Any, where: NamedSharding) -> Any:
@@ -94,8 +107,8 @@ def lower(mesh: Mesh, name: str) -> tuple[jax.stages.Lowered, dict[str, int]]:
     key, drafts, _ = PROGRAMS[name]
     programs = step_programs(mesh, drafts)
     program = programs.program(key)
-    updated = {"kv": 0, "batch": 0, "logits": SLOTS * (1 + drafts) * programs.model.vocab_size * 4}
-    if key[0] == "sample":
+    updated = {"kv": 0, "batch": 0, "logits": SLOTS * (1 + drafts) * programs.parts.model.vocab_size * 4}
+    if key[0] in ("sample", "propose"):
         use = _bytes(programs.state.use)
         updated["batch"] = _bytes(programs.state) - use + use // mesh.size
     else:

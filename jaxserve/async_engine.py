@@ -20,6 +20,7 @@ from jaxserve.engine import EngineCore
 from jaxserve.llm import Prompt, parse_prompt
 from jaxserve.outputs import RequestOutput
 from jaxserve.sampling_params import RequestOutputKind, SamplingParams
+from jaxserve.speculative.config import SpeculativeConfig
 
 
 class EngineDeadError(RuntimeError):
@@ -62,6 +63,7 @@ class AsyncEngine:
         max_logprobs: int = 20,
         logprobs_mode: str = "raw_logprobs",
         reasoning_config: ReasoningConfig | Mapping[str, Any] | None = None,
+        speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
         compilation_cache_dir: str | Path | None = None,
     ) -> None:
         config = EngineConfig(
@@ -84,6 +86,7 @@ class AsyncEngine:
             max_logprobs=max_logprobs,
             logprobs_mode=logprobs_mode,
             reasoning_config=reasoning_config,
+            speculative_config=speculative_config,
             compilation_cache_dir=compilation_cache_dir,
         )
         self._start(EngineCore.from_model(model, tokenizer, config))

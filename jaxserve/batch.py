@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 
 from jaxserve.sampling.penalties import Penalties, TokenUse, empty_use
 from jaxserve.sampling.processor import LogitsProcessor
-from jaxserve.sampling.slots import move_use, use_of_history
+from jaxserve.sampling.slots import move_own, use_of_history
 from jaxserve.sampling.thinking import Markers, section_start
 from jaxserve.sampling_params import MAX_STOP_IDS
 from models.base import Array
@@ -55,7 +55,8 @@ class BatchState:
     block_tables: Array  # [S, P] int32
     drafts: Array  # [S, K] int32, -1 = none
     section: Array  # [S] int32, where the open thinking section began, -1 = none
-    use: TokenUse  # [S, ...], under tensor parallelism dealt out over the devices
+    use: TokenUse  # [S, ...], under tensor parallelism dealt out over the devices, as are
+    draft_logits: Array | None  # [S, K, V] float32, what the drafts were drawn from; None where they are deterministic
     rows: SlotRow
 
 
@@ -77,7 +78,9 @@ def empty_row(processors: Sequence[LogitsProcessor], listed: int) -> SlotRow:
     )
 
 
-def empty_batch(num_slots: int, history: int, pages: int, drafts: int, row: SlotRow, vocab: int) -> BatchState:
+def empty_batch(
+    num_slots: int, history: int, pages: int, drafts: int, row: SlotRow, vocab: int, draft_logits: bool = False
+) -> BatchState:
     """A batch with nobody in it."""
 
     def full(value: float, dtype: Any, *shape: int) -> jax.Array:
@@ -90,6 +93,7 @@ def empty_batch(num_slots: int, history: int, pages: int, drafts: int, row: Slot
         drafts=full(-1, jnp.int32, drafts),
         section=full(-1, jnp.int32),
         use=empty_use(num_slots, vocab, history),
+        draft_logits=full(0, jnp.float32, drafts, vocab) if draft_logits else None,
         rows=jax.tree.map(lambda x: jnp.broadcast_to(x, (num_slots, *np.shape(x))), row),
     )
 
@@ -112,9 +116,11 @@ def fill_slot(
 
 def move_slot(mesh: Mesh | None, state: BatchState, source: jax.Array, target: jax.Array) -> BatchState:
     """Copy slot `source` over `target`: a request left and the last one closes the gap."""
-    use = move_use(mesh, state.use, source, target)
+    use, draft_logits = move_own(mesh, (state.use, state.draft_logits), source, target)
     nothing: Any = None  # an empty subtree, while the rest moves
-    return replace(jax.tree.map(lambda x: x.at[target].set(x[source]), replace(state, use=nothing)), use=use)
+    rest = replace(state, use=nothing, draft_logits=None)
+    moved = jax.tree.map(lambda x: x.at[target].set(x[source]), rest)
+    return replace(moved, use=use, draft_logits=draft_logits)
 
 
 def set_block_tables(state: BatchState, slots: jax.Array, tables: jax.Array) -> BatchState:

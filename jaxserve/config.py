@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxserve.speculative.config import SpeculativeConfig
 
 _POLICIES = ("fcfs", "priority")
 _DTYPES = ("auto", "float32", "bfloat16")
@@ -74,6 +78,8 @@ class EngineConfig:
         where it has one; "model_logprobs": without the grammar; "processed_logprobs": what is drawn from, after all
         processors and filters; "raw_logits", "processed_logits": the same before normalisation (processed ones of a
         sampling request are relative to the largest). Prompts have only the raw kinds.
+    speculative_config: how drafts are made and verified, a SpeculativeConfig or a dict of its fields
+        (jaxserve.speculative.config). None: one token a step.
     reasoning_config: the marker sequences of thinking sections, a ReasoningConfig or a dict of its fields.
     compilation_cache_dir: JAX's persistent compilation cache; None: ~/.cache/jaxserve, "" = off; a directory already
         set in JAX's own configuration wins.
@@ -98,6 +104,7 @@ class EngineConfig:
     max_logprobs: int = 20
     logprobs_mode: str = "raw_logprobs"
     reasoning_config: ReasoningConfig | Mapping[str, Any] | None = None
+    speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None
     compilation_cache_dir: str | Path | None = None
 
     def __post_init__(self) -> None:
@@ -122,6 +129,7 @@ class EngineConfig:
             raise ValueError(
                 f"reasoning_config is {self.reasoning_config!r}; it must be a ReasoningConfig, a dict or None"
             )
+        self.speculation  # noqa: B018  (checked)
         if not isinstance(self.compilation_cache_dir, str | Path | None):
             raise ValueError(f"compilation_cache_dir is {self.compilation_cache_dir!r}; it must be a path, '' or None")
         for name in ("enable_prefix_caching", "enable_chunked_prefill", "keep_boundary_hidden"):
@@ -131,6 +139,19 @@ class EngineConfig:
             value = getattr(self, name)
             if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
                 raise ValueError(f"{name} is {value!r}; it must be a number in [{low}, {high}]")
+
+    @cached_property
+    def speculation(self) -> SpeculativeConfig | None:
+        """speculative_config, checked."""
+        from jaxserve.speculative.config import SpeculativeConfig  # which imports this module
+
+        if isinstance(self.speculative_config, Mapping):
+            return SpeculativeConfig.from_dict(self.speculative_config)
+        if not isinstance(self.speculative_config, SpeculativeConfig | None):
+            raise ValueError(
+                f"speculative_config is {self.speculative_config!r}; it must be a SpeculativeConfig, a dict or None"
+            )
+        return self.speculative_config
 
 
 def _one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:

@@ -19,6 +19,7 @@ from jaxserve.config import EngineConfig, ReasoningConfig
 from jaxserve.engine import EngineCore
 from jaxserve.outputs import RequestOutput
 from jaxserve.sampling_params import RequestOutputKind, SamplingParams
+from jaxserve.speculative.config import SpeculativeConfig
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
@@ -60,6 +61,7 @@ class LLM:
         max_logprobs: int = 20,
         logprobs_mode: str = "raw_logprobs",
         reasoning_config: ReasoningConfig | Mapping[str, Any] | None = None,
+        speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
         compilation_cache_dir: str | Path | None = None,
     ) -> None:
         config = EngineConfig(
@@ -82,6 +84,7 @@ class LLM:
             max_logprobs=max_logprobs,
             logprobs_mode=logprobs_mode,
             reasoning_config=reasoning_config,
+            speculative_config=speculative_config,
             compilation_cache_dir=compilation_cache_dir,
         )
         self.engine = EngineCore.from_model(model, tokenizer, config)

@@ -9,24 +9,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve import batch
 from jaxserve.batch import BatchState, SlotRow
 from jaxserve.config import Buckets, bucket
 from jaxserve.kv_manager import KVCacheManager
+from jaxserve.last_step import StepOutput
 from jaxserve.programs import Programs
 from jaxserve.request import Request
 from jaxserve.sampling.logprobs import Logprobs, TokenLogprobs, most_probable, token_logprobs
 from jaxserve.sampling.penalties import Penalties
-from jaxserve.sampling.sampler import Sampler
-from jaxserve.sampling.slots import place_use
+from jaxserve.sampling.slots import by_device
 from jaxserve.sampling_params import MAX_STOP_IDS, SamplingParams
 from jaxserve.scheduler import PrefillChunk, SchedulerOutput
 from jaxserve.slot_table import SlotTable
-from jaxserve.step import Cache, PrefillPlan, StepOutput, view_of
+from jaxserve.speculative.continuation import empty_continuation
+from jaxserve.speculative.suffix import SuffixProposer
+from jaxserve.step import Cache, Parts, PrefillPlan, Weights, view_of
 from jaxserve.step_programs import StepPrograms
-from models.base import ForwardInputs, Model
+from models.base import ForwardInputs
 from pallas_kernels import Filters
 
 _INT32_MAX = 2**31 - 1
@@ -64,6 +66,7 @@ class Collected:
     tokens: dict[str, list[int]]
     logprobs: dict[str, list[TokenLogprobs]]  # of requests that want them, one for each of their tokens
     errors: dict[str, str]
+    num_drafts: dict[str, int]  # verified
 
 
 class Runner:
@@ -71,33 +74,48 @@ class Runner:
 
     def __init__(
         self,
-        model: Model,
-        mesh: Mesh | None,
+        parts: Parts,
         buckets: Buckets,
         kv_manager: KVCacheManager,
-        sampler: Sampler,
         *,
         num_blocks: int,
         block_size: int,
         max_model_len: int,
         keep_boundary_hidden: bool,
+        draft_counts: tuple[int, ...] = (0,),
+        suffix: SuffixProposer | None = None,
+        draft_logits: bool = False,
         params: Any = None,
     ) -> None:
-        self.model, self._mesh, self.buckets, self._kv_manager = model, mesh, buckets, kv_manager
-        self.sampler, self._block_size = sampler, block_size
+        """draft_counts: every K that may be scheduled. suffix: drafts made on the host. draft_logits: drafts are drawn.
+        params: the model's, where they are loaded already."""
+        self.parts, self.buckets, self._kv_manager = parts, buckets, kv_manager
+        self.model, self.sampler, mesh = parts.model, parts.sampler, parts.mesh
+        self._block_size, self._suffix, self._max_drafts = block_size, suffix, draft_counts[-1]
         self._whole = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-        self.params = model.load_params(mesh) if params is None else params
-        row = batch.empty_row(sampler.processors, sampler.max_listed)
-        slots = buckets.slots[-1]
-        state = batch.empty_batch(slots, max_model_len, buckets.pages[-1], 0, row, model.vocab_size)
-        self.batch: BatchState = replace(self._place(state), use=place_use(state.use, mesh))
-        kv = model.init_kv(num_blocks, block_size, mesh)
+        params = parts.model.load_params(mesh) if params is None else params
+        proposer = parts.proposer
+        self.weights = Weights(params, {} if proposer is None else proposer.load_params(params, mesh))
+        row = batch.empty_row(self.sampler.processors, self.sampler.max_listed)
+        slots, pages, vocab = buckets.slots[-1], buckets.pages[-1], parts.model.vocab_size
+        state = batch.empty_batch(slots, max_model_len, pages, self._max_drafts, row, vocab, draft_logits)
+        own = by_device((state.use, state.draft_logits), mesh)
+        self.batch: BatchState = replace(
+            self._place(replace(state, draft_logits=None)), use=own[0], draft_logits=own[1]
+        )
+        kv = parts.model.init_kv(num_blocks, block_size, mesh)
         boundary = self._make_boundary(kv, num_blocks) if keep_boundary_hidden else None
-        self.cache = Cache(kv=kv, boundary=boundary, block_size=block_size)
+        draft_kv = None if proposer is None else proposer.init_kv(num_blocks, block_size, mesh)
+        self.cache = Cache(kv=kv, boundary=boundary, draft_kv=draft_kv, block_size=block_size)
         self.slots = SlotTable()
-        abstract = jax.tree.map(_abstract, (self.params, self.cache, self.batch))
-        self._step_programs = StepPrograms(model, sampler, mesh, buckets, *abstract)
+        weights, cache, state = jax.tree.map(_abstract, (self.weights, self.cache, self.batch))
+        self._step_programs = StepPrograms(parts, buckets, weights, cache, state, draft_counts, suffix is not None)
         self.programs = Programs(self._step_programs.program)
+
+    @property
+    def params(self) -> Any:
+        """The model's weights."""
+        return self.weights.model
 
     # ---- one step ----
 
@@ -110,7 +128,7 @@ class Runner:
         rows = [(r.slot, r) for r in scheduled.decode if r.slot is not None]
         if not rows:
             return InFlight(scheduled, rows, None, scores) if scheduled.prefill else None
-        output = self._decode(rows)
+        output = self._decode(rows, scheduled.num_positions - 1, scheduled.next_drafts)
         if not any(request.sampling_params.wants_logprobs for _, request in rows):
             output = replace(output, logprobs=None)
         for array in jax.tree.leaves(output):
@@ -119,16 +137,17 @@ class Runner:
 
     def collect(self, flight: InFlight) -> Collected:
         """Wait for a dispatched step and read it."""
-        collected = Collected({}, {}, {})
+        collected = Collected({}, {}, {}, {})
         for tiles, found in flight.scores:
             _take_scores(tiles, found)
         if flight.output is None:
             return collected
         output: StepOutput = jax.tree.map(np.asarray, flight.output)
-        tokens, finite = output.tokens.tolist(), output.finite.tolist()
+        tokens, finite, n_drafts = (x.tolist() for x in (output.tokens, output.finite, output.n_drafts))
         for row, request in flight.rows:
             emitted = [t for t in tokens[row] if t >= 0]
             collected.tokens[request.request_id] = emitted
+            collected.num_drafts[request.request_id] = n_drafts[row]
             logprobs, p = output.logprobs, request.sampling_params
             if logprobs is not None and p.wants_logprobs:
                 collected.logprobs[request.request_id] = [
@@ -209,21 +228,43 @@ class Runner:
         plan = np.zeros((5, bucket(buckets, len(tiles))), np.int32)
         plan[:, : len(tiles)] = np.array([tile.planned() for tile in tiles], np.int32).T
         return self.programs[program, plan.shape[1], pages](
-            self.params, self.cache, view_of(self.batch), PrefillPlan(*plan)
+            self.weights, self.cache, view_of(self.batch), PrefillPlan(*plan)
         )
 
-    def _decode(self, rows: list[tuple[int, Request]]) -> StepOutput:
+    def _decode(self, rows: list[tuple[int, Request]], drafts: int, next_drafts: int) -> StepOutput:
+        """Verify `drafts` drafts of each row's request, and make `next_drafts` for the step after."""
         run = np.zeros(bucket(self.buckets.slots, len(self.slots.requests)), bool)
         run[[row for row, _ in rows]] = True
+        slots = len(run)
+        if self._suffix is not None and drafts:
+            self._continue(self._suffix, rows, run, drafts)
         # This step's own positions are in flight already.
         longest = max(r.num_tokens + r.num_in_flight for _, r in rows)
-        pages = bucket(self.buckets.pages, -(-(longest - 1) // self._block_size))
-        self.cache, logits = self.programs["forward", len(run), pages](
-            self.params, self.cache, view_of(self.batch), run
+        self.cache, logits, hidden = self.programs["forward", slots, self._pages(longest - 1), drafts](
+            self.weights, self.cache, view_of(self.batch), run
         )
         shaped = any(request.is_shaped for request in self.slots.requests)
-        self.batch, output = self.programs["sample", len(run), shaped](self.batch, logits, run)
+        self.batch, output = self.programs["sample", slots, shaped, drafts](self.batch, logits, run)
+        if self.parts.proposer is not None:
+            pages = self.buckets.pages[-1] if self.cache.draft_kv is None else self._pages(longest + next_drafts)
+            verified = 0 if hidden is None else drafts
+            draft_kv, self.batch = self.programs["propose", slots, pages, verified, next_drafts](
+                self.weights, self.cache.draft_kv, self.batch, hidden, output.n_emitted, run
+            )
+            self.cache = replace(self.cache, draft_kv=draft_kv)
         return output
+
+    def _pages(self, positions: int) -> int:
+        return bucket(self.buckets.pages, min(-(-positions // self._block_size), self.buckets.pages[-1]))
+
+    def _continue(self, suffix: SuffixProposer, rows: list[tuple[int, Request]], run: np.ndarray, drafts: int) -> None:
+        """Drafts that follow what is known here; the device takes those that follow what was said since."""
+        expected = empty_continuation(len(run), self._max_drafts)
+        for row, request in rows:
+            tokens = suffix.propose(request.token_ids, 1 + self._max_drafts)
+            expected.start[row] = request.num_tokens
+            expected.tokens[row, : len(tokens)] = tokens
+        self.batch = self.programs["continue", len(run), drafts](self.batch, expected, run)
 
     def warmup(self, progress: bool = True) -> None:
         """Compile every program that any traffic can ask for."""
@@ -234,7 +275,9 @@ class Runner:
 
     def _make_boundary(self, kv: Any, num_blocks: int) -> jax.Array:
         inputs = ForwardInputs(*(jax.ShapeDtypeStruct((1, 1), jnp.int32) for _ in range(3)))
-        hidden, _ = jax.eval_shape(lambda p, c, x: self.model.forward(p, c, x, self._mesh), self.params, kv, inputs)
+        hidden, _ = jax.eval_shape(
+            lambda p, c, x: self.model.forward(p, c, x, self.parts.mesh), self.params, kv, inputs
+        )
         return self._place(jnp.zeros((num_blocks, hidden.shape[-1]), hidden.dtype))
 
 

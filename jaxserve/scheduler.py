@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from types import MappingProxyType
@@ -31,13 +31,19 @@ class SchedulerConfig:
     block_size: int
     policy: str = "fcfs"  # or "priority": lower Request.priority first, then earlier arrival
     enable_chunked_prefill: bool = True
-    num_speculative_tokens: int = 0  # K
+    num_speculative_tokens: int = 0  # K, at most
+    num_lookahead_tokens: int = 0  # further KV positions that a proposer writes ahead of a step
     long_prefill_token_threshold: int = 0  # most prefill tokens of one request in one step; 0 is no limit
     prefill_tile: int = 1  # a chunk is padded to a multiple of this
 
     def __post_init__(self) -> None:
         minima = {"max_num_seqs": 1, "max_num_batched_tokens": 1, "max_model_len": 2, "block_size": 1}
-        minima |= {"num_speculative_tokens": 0, "long_prefill_token_threshold": 0, "prefill_tile": 1}
+        minima |= {
+            "num_speculative_tokens": 0,
+            "num_lookahead_tokens": 0,
+            "long_prefill_token_threshold": 0,
+            "prefill_tile": 1,
+        }
         for name, minimum in minima.items():
             if getattr(self, name) < minimum:
                 raise ValueError(f"{name} must be at least {minimum}, got {getattr(self, name)}")
@@ -82,6 +88,7 @@ class SchedulerOutput:
     """
 
     num_positions: int  # rows per request in `decode`: 1 + K, or 1 where the budget has no room for drafts
+    next_drafts: int = 0  # to be made for the step after, for each request in `decode`
     admitted: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
     prefill: list[PrefillChunk] = field(default_factory=list)
@@ -111,10 +118,14 @@ class Scheduler:
     to preempt, and the head of `running` can always grow: nobody waits for ever.
     """
 
-    def __init__(self, config: SchedulerConfig, kv_manager: KVCacheManager) -> None:
+    def __init__(
+        self, config: SchedulerConfig, kv_manager: KVCacheManager, num_drafts: Callable[[int], int] | None = None
+    ) -> None:
+        """num_drafts: K for a step of so many requests, at most num_speculative_tokens; None is always that."""
         if kv_manager.block_size != config.block_size:
             raise ValueError(f"block_size is {config.block_size}, but the KV manager's is {kv_manager.block_size}")
         self.config = config
+        self._num_drafts = num_drafts or (lambda num_running: config.num_speculative_tokens)
         self.kv = kv_manager
         self.score_cache = ScoreCache(kv_manager.pool.num_usable)
         self.running: list[Request] = []
@@ -203,7 +214,7 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """The next step: everyone who decodes, then prefills under way, then (if nobody had to yield) new requests."""
-        output = SchedulerOutput(self._num_positions())
+        output = SchedulerOutput(*self._num_positions())
         prefilling = self._decode_running(output)
         budget = self.config.max_num_batched_tokens - output.num_positions * len(output.decode)
         for request in prefilling:
@@ -212,12 +223,12 @@ class Scheduler:
             self._admit(output, budget)
         return output
 
-    def _num_positions(self) -> int:
-        """1 + K, unless drafts for everyone who might run would leave no room for a tile of prefill."""
-        positions = 1 + self.config.num_speculative_tokens
+    def _num_positions(self) -> tuple[int, int]:
+        """1 + K, unless drafts for everyone who might run would leave no room for a tile of prefill; and K itself."""
         candidates = min(len(self.running) + len(self.waiting), self.config.max_num_seqs)
-        needed = candidates * positions + self.config.prefill_tile
-        return positions if needed <= self.config.max_num_batched_tokens else 1
+        drafts = self._num_drafts(candidates)
+        needed = candidates * (1 + drafts) + self.config.prefill_tile
+        return 1 + drafts if needed <= self.config.max_num_batched_tokens else 1, drafts
 
     def _decode_running(self, output: SchedulerOutput) -> list[Request]:
         """Schedules every running request that can decode; returns those that are still prefilling."""
@@ -231,7 +242,8 @@ class Scheduler:
             ahead = known + request.num_in_flight
             if ahead >= request.max_total_tokens:  # its end is in flight
                 continue
-            if self._grow(request, min(ahead + positions, request.max_total_tokens) - 1, output):
+            positions_ahead = ahead + positions + self.config.num_lookahead_tokens
+            if self._grow(request, min(positions_ahead, request.max_total_tokens) - 1, output):
                 request.num_in_flight += positions
                 output.decode.append(request)
         return prefilling
@@ -294,7 +306,7 @@ class Scheduler:
             if todo and not self._chunk_size(todo, budget):
                 break
             # Blocks for all known tokens and the first decode: a prefill never stops half-way for want of memory.
-            first_decode = request.num_tokens + self.config.num_speculative_tokens
+            first_decode = request.num_tokens + self.config.num_speculative_tokens + self.config.num_lookahead_tokens
             needed = min(first_decode, request.max_total_tokens - 1)
             if self.kv.allocate_slots(request, needed, computed_blocks=cached_blocks) is None:
                 break

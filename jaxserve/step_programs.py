@@ -1,7 +1,8 @@
 """The engine's compiled programs: what their keys are, and how each is lowered from abstract arguments.
 
 ("move",)  ("fill", length)  ("tables", rows)  ("prefill", tiles, pages)  ("score", tiles, pages)
-("forward", slots, pages)  ("sample", slots, shaped)
+("forward", slots, pages, drafts)  ("sample", slots, shaped, drafts)
+("propose", slots, pages, drafts verified (0 where nobody reads hidden states), drafts)  ("continue", slots, drafts)
 """
 
 from __future__ import annotations
@@ -13,41 +14,46 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxserve import batch, step
+from jaxserve import batch, last_step, step
 from jaxserve.batch import BatchState, SlotRow
 from jaxserve.config import Buckets
 from jaxserve.programs import Program
-from jaxserve.sampling.sampler import Sampler
-from jaxserve.step import Cache, PrefillPlan
-from models.base import Model
+from jaxserve.speculative.continuation import empty_continuation
+from jaxserve.step import Cache, Hidden, Parts, PrefillPlan, Weights
 from models.sharding import sharding
 
 
 @dataclass(frozen=True)
 class StepPrograms:
-    """params, cache, state: abstract values with the shardings of the real ones. Shardings are fixed on the way in and
-    out: what is donated must come back as it was."""
+    """weights, cache, state: abstract values with the shardings of the real ones. Shardings are fixed on the way in and
+    out: what is donated must come back as it was. draft_counts: every K that can be asked for."""
 
-    model: Model
-    sampler: Sampler
-    mesh: Mesh | None
+    parts: Parts
     buckets: Buckets
-    params: Any
+    weights: Weights
     cache: Cache
     state: BatchState
+    draft_counts: tuple[int, ...] = (0,)
+    host_drafts: bool = False  # made on the host, from what it knew a step ago
 
     def keys(self) -> Iterator[Hashable]:
         """Everything that any traffic can ask for."""
-        b = self.buckets
+        b, counts = self.buckets, self.draft_counts
         yield ("move",)
         yield from (("fill", n) for n in b.history)
         yield from (("tables", n) for n in b.table_rows)
         yield from (("prefill", n, p) for n in b.prefill_tiles for p in b.prefill_pages)
         yield from (("score", n, p) for n in b.score_tiles for p in b.prefill_pages)
-        yield from (("forward", s, p) for s in b.slots for p in b.pages)
-        yield from (("sample", s, shaped) for s in b.slots for shaped in (False, True))
+        yield from (("forward", s, p, k) for s in b.slots for p in b.pages for k in counts)
+        yield from (("sample", s, shaped, k) for s in b.slots for shaped in (False, True) for k in counts)
+        if self.parts.proposer is not None:
+            pages = b.pages if self.cache.draft_kv is not None else b.pages[-1:]
+            verified = counts if self.cache.boundary is not None else (0,)
+            yield from (("propose", s, p, j, k) for s in b.slots for p in pages for j in verified for k in counts)
+        if self.host_drafts:
+            yield from (("continue", s, k) for s in b.slots for k in counts if k)
 
     def program(self, key: Any) -> Program:
         """The program of a key."""
@@ -55,11 +61,11 @@ class StepPrograms:
         return getattr(self, f"_{name}")(key, *sizes)
 
     def _move(self, key: Hashable) -> Program:
-        move = partial(batch.move_slot, self.mesh)
+        move = partial(batch.move_slot, self.parts.mesh)
         return self._program(key, move, (self.state, self._i32(), self._i32()), donated=(0,), outputs=self.state)
 
     def _fill(self, key: Hashable, length: int) -> Program:
-        fill = partial(batch.fill_slot, self.mesh, self.sampler.markers)
+        fill = partial(batch.fill_slot, self.parts.mesh, self.parts.sampler.markers)
         args = (self.state, self._i32(), self._i32(length), self._row())
         return self._program(key, fill, args, donated=(0,), outputs=self.state)
 
@@ -68,48 +74,77 @@ class StepPrograms:
         return self._program(key, batch.set_block_tables, args, donated=(0,), outputs=self.state)
 
     def _prefill(self, key: Hashable, tiles: int, pages: int) -> Program:
-        prefill = partial(step.prefill, self.model, self.mesh, self.buckets.tile, pages)
+        prefill = partial(step.prefill, self.parts, self.buckets.tile, pages)
         return self._program(key, prefill, self._tile_args(tiles), donated=(1,), outputs=self.cache)
 
     def _score(self, key: Hashable, tiles: int, pages: int) -> Program:
-        score = partial(step.score, self.sampler, self.model, self.mesh, self.buckets.tile, pages)
+        score = partial(step.score, self.parts, self.buckets.tile, pages)
         args = self._tile_args(tiles)
-        found = jax.tree.map(lambda x: self._array(x.dtype, *x.shape), jax.eval_shape(score, *args)[1])
+        found = self._whole(jax.eval_shape(score, *args)[1])
         return self._program(key, score, args, donated=(1,), outputs=(self.cache, found))
 
     def _tile_args(self, tiles: int) -> tuple[Any, ...]:
         plan = PrefillPlan(*(self._i32(tiles) for _ in range(5)))
-        return self.params, self.cache, step.view_of(self.state), plan
+        return self.weights, self.cache, step.view_of(self.state), plan
 
-    def _forward(self, key: Hashable, slots: int, pages: int) -> Program:
-        forward = partial(step.forward, self.model, self.mesh, pages)
-        args = (self.params, self.cache, step.view_of(self.state), self._array(jnp.bool_, slots))
-        return self._program(key, forward, args, donated=(1,), outputs=(self.cache, self._logits(slots)))
+    def _forward(self, key: Hashable, slots: int, pages: int, drafts: int) -> Program:
+        forward = partial(step.forward, self.parts, drafts, pages)
+        args = (self.weights, self.cache, step.view_of(self.state), self._run(slots))
+        outputs = (self.cache, self._logits(slots, drafts), self._hidden(slots, drafts))
+        return self._program(key, forward, args, donated=(1,), outputs=outputs)
 
-    def _sample(self, key: Hashable, slots: int, shaped: bool) -> Program:
-        sample = partial(step.sample, self.sampler, self.mesh, shaped)
-        args = (self.state, self._logits(slots), self._array(jnp.bool_, slots))
-        output = jax.tree.map(lambda x: self._array(x.dtype, *x.shape), jax.eval_shape(sample, *args)[1])
+    def _sample(self, key: Hashable, slots: int, shaped: bool, drafts: int) -> Program:
+        sample = partial(last_step.sample, self.parts, shaped, drafts)
+        args = (self.state, self._logits(slots, drafts), self._run(slots))
+        output = self._whole(jax.eval_shape(sample, *args)[1])
         return self._program(key, sample, args, donated=(0,), outputs=(self.state, output))
+
+    def _propose(self, key: Hashable, slots: int, pages: int, verified: int, drafts: int) -> Program:
+        propose = partial(last_step.propose, self.parts, drafts, pages)
+        hidden, n_emitted = self._hidden(slots, verified), self._i32(slots)
+        args = (self.weights, self.cache.draft_kv, self.state, hidden, n_emitted, self._run(slots))
+        return self._program(key, propose, args, donated=(1, 2), outputs=(self.cache.draft_kv, self.state))
+
+    def _continue(self, key: Hashable, slots: int, drafts: int) -> Program:
+        continue_with = partial(last_step.continue_with, self.parts, drafts)
+        expected = self._whole(empty_continuation(slots, self.draft_counts[-1]))
+        args = (self.state, expected, self._run(slots))
+        return self._program(key, continue_with, args, donated=(0,), outputs=self.state)
 
     def _program(
         self, key: Hashable, function: Any, args: tuple[Any, ...], donated: tuple[int, ...], outputs: Any
     ) -> Program:
-        shardings = None if self.mesh is None else jax.tree.map(lambda x: x.sharding, outputs)
+        mesh = self.parts.mesh
+        shardings = None if mesh is None else jax.tree.map(lambda x: x.sharding, outputs)
         return Program(key, jax.jit(function, donate_argnums=donated, out_shardings=shardings), args)
 
     def _array(self, dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
-        whole = None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
+        mesh = self.parts.mesh
+        whole = None if mesh is None else NamedSharding(mesh, PartitionSpec())
         return jax.ShapeDtypeStruct(shape, dtype, sharding=whole)
+
+    def _whole(self, tree: Any) -> Any:
+        return jax.tree.map(lambda x: self._array(x.dtype, *x.shape), tree)
 
     def _i32(self, *shape: int) -> jax.ShapeDtypeStruct:
         return self._array(jnp.int32, *shape)
 
+    def _run(self, slots: int) -> jax.ShapeDtypeStruct:
+        return self._array(jnp.bool_, slots)
+
     def _row(self) -> SlotRow:
         return jax.tree.map(lambda x: self._array(x.dtype, *x.shape[1:]), self.state.rows)
 
-    def _logits(self, slots: int) -> jax.ShapeDtypeStruct:
+    def _logits(self, slots: int, drafts: int) -> jax.ShapeDtypeStruct:
         """Of 1+K rows a slot, split by vocabulary where the mesh divides it."""
-        rows, vocab = slots * (1 + self.state.drafts.shape[1]), self.model.vocab_size
-        placed = sharding((None, "vocab"), (rows, vocab), self.mesh)
-        return jax.ShapeDtypeStruct((rows, vocab), jnp.float32, sharding=placed)
+        shape = (slots * (1 + drafts), self.parts.model.vocab_size)
+        placed = sharding((None, "vocab"), shape, self.parts.mesh)
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=placed)
+
+    def _hidden(self, slots: int, drafts: int) -> Hidden | None:
+        """What `forward` gives a proposer."""
+        if self.cache.boundary is None:
+            return None
+        forward = partial(step.forward, self.parts, drafts, self.buckets.pages[0])
+        args = (self.weights, self.cache, step.view_of(self.state), self._run(slots))
+        return self._whole(jax.eval_shape(forward, *args)[2])

@@ -8,6 +8,7 @@ processors -> top_k -> top_p -> draw. Greedy rows take the argmax of what the th
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +21,14 @@ from jaxserve.sampling.processor import LogitsProcessor, Row
 from jaxserve.sampling.thinking import Markers, force, forced_token, sections_of_window
 from models.base import Array
 from pallas_kernels.distribution import Filters, find_distribution
-from pallas_kernels.draw import random_words
+from pallas_kernels.draw import random_uniforms, random_words
+from pallas_kernels.rejection import Proposal, rejection_sample
 from pallas_kernels.top_k_top_p import top_k_top_p_sample
 
 MAX_LISTED = 128  # logprob_token_ids of a request
-STREAM_DRAW = 0  # randomness of (seed, position) is split into streams; speculation will use others
+# Randomness of (seed, position) is split into streams; those from 16 on are the drafts' (speculative.drafting).
+STREAM_DRAW = 0
+STREAM_VERIFY = 1
 
 
 @struct.dataclass
@@ -58,12 +62,23 @@ class Sampled:
     logprobs: Logprobs
 
 
+@struct.dataclass
+class Emitted:
+    """Of every slot: tokens [b, 1+K] int32, -1 after the last; finite [b], False where the first row had nothing to
+    draw from; logprobs of [b, 1+K], zeros for rows that did not ask."""
+
+    tokens: jax.Array
+    finite: jax.Array
+    logprobs: Logprobs
+
+
 @dataclass(frozen=True)
 class Sampler:
     """Everything about sampling that is the same for all requests, and so part of the compiled step.
 
     vocab_limit: ids from here on are padding of the logits and never emitted. processors: in the order they apply.
     markers: of thinking sections, None where the engine knows none. max_logprobs: most that a request may ask for.
+    method: how drafts are verified (pallas_kernels.rejection). rates: for synthetic, of a draft given those before it.
     """
 
     vocab_limit: int
@@ -71,6 +86,8 @@ class Sampler:
     markers: Markers | None = None
     max_logprobs: int = 20
     logprobs_mode: str = "raw_logprobs"
+    method: str = "coupled"
+    rates: tuple[float, ...] | None = None
 
     @property
     def max_listed(self) -> int:
@@ -78,32 +95,69 @@ class Sampler:
         return min(self.max_logprobs, MAX_LISTED)
 
     def sample(self, logits: jax.Array, window: Window, use: TokenUse, shaped: bool = True) -> Sampled:
-        """Sample every row of logits [b, 1+K, V] (any float dtype).
+        """Sample every row of logits [b, 1+K, V] (any float dtype) by itself; `shaped` as in `verify`."""
+        b, width, _ = logits.shape
+        rows = self._prepare(logits, window, use, shaped)
+        drawn = top_k_top_p_sample(rows.final, rows.filters, rows.words, window.used.reshape(-1))
+        logprobs = self._logprobs(rows, drawn.token, window)
+        return jax.tree.map(lambda x: x.reshape(b, width, *x.shape[1:]), Sampled(drawn.token, drawn.finite, logprobs))
 
-        shaped: False states that no row uses anything that comes before temperature (or a processor), and nothing of
-        that is run. Of the rest, a batch that is all greedy, has no filter or wants no log-probabilities runs only what
-        it needs.
+    def verify(
+        self,
+        logits: jax.Array,
+        window: Window,
+        use: TokenUse,
+        draft_logits: jax.Array | None = None,
+        shaped: bool = True,
+    ) -> Emitted:
+        """The tokens of b slots: the drafts that are kept, and the one after them.
+
+        logits: [b, 1+K, V] (any float dtype). draft_logits: [b, K, V] that drafts were drawn from as they are, None
+        where drafts are deterministic. shaped: False states that no row uses anything that comes before temperature (or
+        a processor), and nothing of that is run. Of the rest, a batch that is all greedy, has no filter or wants no
+        log-probabilities runs only what it needs.
         """
-        b, width, vocab = logits.shape
+        b, width, _ = logits.shape
+        rows = self._prepare(logits, window, use, shaped)
+        by_slot = partial(jax.tree.map, lambda x: x.reshape(b, width, *x.shape[1:]))
+        uniforms = rates = proposal = None
+        if self.method != "coupled" and width > 1:
+            first = window.num_tokens[:, 0] - window.rows.prompt_len
+            uniforms = random_uniforms(window.rows.seed, first, STREAM_VERIFY, width - 1)
+            rates = None if self.rates is None else jnp.array(self.rates[: width - 1], jnp.float32)
+            if draft_logits is not None and self.method != "synthetic":
+                proposal = Proposal(draft_logits, as_they_are(b))
+        with jax.named_scope("verify"):
+            verified = rejection_sample(
+                by_slot(rows.final),
+                window.drafts,
+                by_slot(rows.filters),
+                by_slot(rows.words),
+                uniforms,
+                method=self.method if width > 1 else "coupled",
+                proposal=proposal,
+                rates=rates,
+                valid=window.used[:, 0],
+            )
+        tokens = jnp.maximum(verified.tokens, 0).reshape(-1)
+        return Emitted(verified.tokens, verified.finite, by_slot(self._logprobs(rows, tokens, window)))
+
+    def _prepare(self, logits: jax.Array, window: Window, use: TokenUse, shaped: bool) -> _Rows:
+        _, width, vocab = logits.shape
         logits = self.mask_padding(logits.astype(jnp.float32))
-        final = self.shape(logits, window, use) if shaped else logits
+        final = (self.shape(logits, window, use) if shaped else logits).reshape(-1, vocab)
 
         def each_row(x: jax.Array) -> jax.Array:
             return jnp.repeat(x, width, axis=0)
 
         rows = window.rows
-        valid = window.used.reshape(-1)
         filters = jax.tree.map(each_row, rows.filters)
-        final = final.reshape(-1, vocab)
         if shaped:
             final, filters = self._apply_invariant(final, filters, window)
-        words = random_words(
-            each_row(rows.seed), (window.num_tokens - rows.prompt_len[:, None]).reshape(-1), STREAM_DRAW
+        position = (window.num_tokens - rows.prompt_len[:, None]).reshape(-1)
+        return _Rows(
+            logits.reshape(-1, vocab), final, filters, random_words(each_row(rows.seed), position, STREAM_DRAW)
         )
-        drawn = top_k_top_p_sample(final, filters, words, valid)
-        wanted = Wanted(jnp.where(valid, each_row(rows.num_logprobs), -1), each_row(rows.logprob_ids))
-        logprobs = self._logprobs(logits.reshape(-1, vocab), final, filters, drawn.token, wanted)
-        return jax.tree.map(lambda x: x.reshape(b, width, *x.shape[1:]), Sampled(drawn.token, drawn.finite, logprobs))
 
     def score(self, logits: jax.Array, targets: tuple[jax.Array, jax.Array]) -> Logprobs:
         """Raw log-probabilities of given tokens. logits [n, 1, V]; targets: tokens [n], number wanted of each [n]."""
@@ -177,18 +231,34 @@ class Sampler:
         )
         return jax.lax.cond(jnp.any(row), run, lambda: logits), done
 
-    def _logprobs(
-        self, raw: jax.Array, final: jax.Array, filters: Filters, tokens: jax.Array, wanted: Wanted
-    ) -> Logprobs:
+    def _logprobs(self, rows: _Rows, tokens: jax.Array, window: Window) -> Logprobs:
         kind, _, unit = self.logprobs_mode.partition("_")
+        width = window.used.shape[1]
+        number, ids = (jnp.repeat(x, width, axis=0) for x in (window.rows.num_logprobs, window.rows.logprob_ids))
+        wanted = Wanted(jnp.where(window.used.reshape(-1), number, -1), ids)
 
         def find() -> Logprobs:
-            source = filtered(final, filters) if kind == "processed" else raw
+            source = filtered(rows.final, rows.filters) if kind == "processed" else rows.raw
             return find_logprobs(source, tokens, wanted, self.max_logprobs, unit == "logprobs")
 
-        number = min(self.max_logprobs, raw.shape[1])
-        none = no_logprobs(tokens.shape, number, wanted.ids.shape[-1])
+        none = no_logprobs(tokens.shape, min(self.max_logprobs, rows.raw.shape[1]), ids.shape[-1])
         return jax.lax.cond(jnp.any(wanted.number >= 0), find, lambda: none)
+
+
+@struct.dataclass
+class _Rows:
+    """What is drawn from, of R = b * (1+K) rows."""
+
+    raw: jax.Array  # [R, V] float32
+    final: jax.Array  # [R, V] float32, after all that comes before temperature
+    filters: Filters  # [R]
+    words: jax.Array  # [R, 8] uint32
+
+
+def as_they_are(slots: int) -> Filters:
+    """Filters [S] under which logits are drawn from unchanged."""
+    one, none = jnp.ones(slots, jnp.float32), jnp.zeros(slots, jnp.float32)
+    return Filters(temperature=one, min_p=none, top_k=none.astype(jnp.int32), top_p=one)
 
 
 def filtered(logits: jax.Array, filters: Filters) -> jax.Array:

@@ -22,16 +22,16 @@ _AXIS = "tp"
 _BY_DEVICE, _WHOLE = PartitionSpec(_AXIS), PartitionSpec()
 
 
-def place_use(use: TokenUse, mesh: Mesh | None) -> TokenUse:
-    """Counts of all slots (a multiple of G), each on the device of its slot: device-major."""
-    return use if mesh is None else jax.device_put(use, NamedSharding(mesh, _BY_DEVICE))
+def by_device(tree: Any, mesh: Mesh | None) -> Any:
+    """Arrays [S, ...] of all slots (a multiple of G), each on the device of its slot: device-major."""
+    return tree if mesh is None else jax.device_put(tree, NamedSharding(mesh, _BY_DEVICE))
 
 
 def deal_slots(mesh: Mesh | None, function: Callable[..., Any], logits: jax.Array, window: Any, *own_state: Any) -> Any:
     """function(logits [n, 1+K, V], window, *own_state) of every device's slots, put together.
 
     logits: [B*(1+K), V]. window: a pytree of [B, ...], the same on all devices. own_state: pytrees kept by device, as
-    `place_use` places them. Where the devices do not divide B, all of them do everything.
+    `by_device` places them. Where the devices do not divide B, all of them do everything.
     """
     b = len(jax.tree.leaves(window)[0])
     width, vocab = logits.shape[0] // b, logits.shape[1]
@@ -62,13 +62,32 @@ def _interleave(x: jax.Array) -> jax.Array:
     return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
 
+def put_slots(mesh: Mesh | None, stored: jax.Array, values: jax.Array) -> jax.Array:
+    """`stored` [S, ...], kept by device, with those of the first B slots replaced by values [B, k, ...], k <= K."""
+
+    def put(stored: jax.Array, values: jax.Array) -> jax.Array:
+        return stored.at[: len(values), : values.shape[1]].set(values)
+
+    if mesh is None:
+        return put(stored, values)
+    by_device = values.reshape(len(values) // mesh.size, mesh.size, *values.shape[1:])
+    deal = jax.shard_map(
+        lambda stored, values: put(stored, values[:, 0]),
+        mesh=mesh,
+        in_specs=(_BY_DEVICE, PartitionSpec(None, _AXIS)),
+        out_specs=_BY_DEVICE,
+        check_vma=False,
+    )
+    return deal(stored, by_device)
+
+
 def use_of_history(
     mesh: Mesh | None, use: TokenUse, slot: jax.Array, tokens: jax.Array, num: jax.Array, prompt_len: jax.Array
 ) -> TokenUse:
     """`count_history` on the device of the slot."""
 
     def own(use: TokenUse, slot: jax.Array, *history: jax.Array) -> TokenUse:
-        return count_history(use, _local(mesh, use, slot), *history)
+        return count_history(use, _local(mesh, len(use.counts), slot), *history)
 
     return _on_devices(mesh, own)(use, slot, tokens, num, prompt_len)
 
@@ -82,36 +101,38 @@ def use_of_emitted(mesh: Mesh | None, use: TokenUse, tokens: jax.Array) -> Token
     return _on_devices(mesh, own)(use, tokens)
 
 
-def move_use(mesh: Mesh | None, use: TokenUse, source: jax.Array, target: jax.Array) -> TokenUse:
-    """Copy what is known of slot `source` to slot `target`, which may belong to another device."""
+def move_own(mesh: Mesh | None, own: Any, source: jax.Array, target: jax.Array) -> Any:
+    """Copy slot `source` of arrays kept by device to slot `target`, which may belong to another device."""
 
-    def own(use: TokenUse, source: jax.Array, target: jax.Array) -> TokenUse:
-        at, to = _local(mesh, use, source), _local(mesh, use, target)
+    def move(own: Any, source: jax.Array, target: jax.Array) -> Any:
+        size = len(jax.tree.leaves(own)[0])
+        at, to = _local(mesh, size, source), _local(mesh, size, target)
 
-        def move(x: jax.Array) -> jax.Array:
+        def one(x: jax.Array) -> jax.Array:
             row = x.at[at].get(mode="fill", fill_value=0)
             if mesh is not None:
-                row = jax.lax.psum(row.astype(jnp.uint32), _AXIS).astype(x.dtype)
+                wide = row if jnp.issubdtype(x.dtype, jnp.floating) else row.astype(jnp.uint32)
+                row = jax.lax.psum(wide, _AXIS).astype(x.dtype)
             return x.at[to].set(row, mode="drop")
 
-        return jax.tree.map(move, use)
+        return jax.tree.map(one, own)
 
-    return _on_devices(mesh, own)(use, source, target)
+    return _on_devices(mesh, move)(own, source, target)
 
 
-def _local(mesh: Mesh | None, use: TokenUse, slot: jax.Array) -> jax.Array:
+def _local(mesh: Mesh | None, size: int, slot: jax.Array) -> jax.Array:
     """Index of a slot on its own device; past the end on the others."""
     if mesh is None:
         return slot
     own = slot % mesh.size == jax.lax.axis_index(_AXIS)
-    return jnp.where(own, slot // mesh.size, use.counts.shape[0])
+    return jnp.where(own, slot // mesh.size, size)
 
 
-def _on_devices(mesh: Mesh | None, function: Callable[..., TokenUse]) -> Callable[..., TokenUse]:
+def _on_devices(mesh: Mesh | None, function: Callable[..., Any]) -> Callable[..., Any]:
     if mesh is None:
         return function
 
-    def call(use: TokenUse, *args: Any) -> TokenUse:
+    def call(use: Any, *args: Any) -> Any:
         specs = (_BY_DEVICE, *(_WHOLE for _ in args))
         return jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=_BY_DEVICE, check_vma=False)(use, *args)
 

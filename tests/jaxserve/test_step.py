@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve import batch, step
+from jaxserve import batch, last_step, step
 from jaxserve.batch import BatchState, SlotRow
+from jaxserve.last_step import StepOutput
 from jaxserve.sampling.sampler import Sampler
 from jaxserve.sampling_params import MAX_STOP_IDS
-from jaxserve.step import Cache, PrefillPlan
+from jaxserve.step import Cache, Parts, PrefillPlan, Weights
 from models import MarkovLM
 from pallas_kernels import Filters
 
@@ -30,11 +31,13 @@ DRAFTING = pytest.mark.parametrize("drafting", ["right", "wrong", "late", "short
 def decoder(order: int, vocab_limit: int) -> Any:
     """The program is that of any model of this order: the table is an argument."""
     model = MarkovLM(np.zeros((V, V) if order == 1 else (V + 1, V, V), np.float32))
-    sampler = Sampler(vocab_limit)
+    parts = Parts(model, Sampler(vocab_limit), mesh=None)
 
-    def decode(params: Any, cache: Cache, state: BatchState, run: Any) -> tuple[Cache, BatchState, step.StepOutput]:
-        cache, logits = step.forward(model, None, PAGES, params, cache, step.view_of(state), run)
-        return cache, *step.sample(sampler, None, False, state, logits, run)
+    def decode(params: Any, cache: Cache, state: BatchState, run: Any) -> tuple[Cache, BatchState, StepOutput]:
+        drafts = state.drafts.shape[1]
+        weights = Weights(params, {})
+        cache, logits, _ = step.forward(parts, drafts, PAGES, weights, cache, step.view_of(state), run)
+        return cache, *last_step.sample(parts, False, drafts, state, logits, run)
 
     return jax.jit(decode)
 
@@ -68,7 +71,9 @@ class Batch:
 
     def __init__(self, model: MarkovLM, drafts: int, requests: list[tuple[list[int], SlotRow]]) -> None:
         self.model, self.params, self.vocab_limit = model, model.load_params(None), V
-        self.cache = Cache(kv=model.init_kv(1 + SLOTS * PAGES, BLOCK, None), boundary=None, block_size=BLOCK)
+        self.cache = Cache(
+            kv=model.init_kv(1 + SLOTS * PAGES, BLOCK, None), boundary=None, draft_kv=None, block_size=BLOCK
+        )
         self.state = batch.empty_batch(SLOTS, LENGTH, PAGES, drafts, EMPTY, V)
         pages = 1 + np.arange(SLOTS * PAGES, dtype=np.int32).reshape(SLOTS, PAGES)
         self.state = batch.set_block_tables(self.state, jnp.arange(SLOTS), jnp.asarray(pages))
@@ -77,9 +82,10 @@ class Batch:
         for slot, (prompt, row) in enumerate(requests):
             self.state = batch.fill_slot(None, None, self.state, jnp.int32(slot), jnp.asarray(prompt, jnp.int32), row)
             plan = PrefillPlan(*(jnp.asarray([x], jnp.int32) for x in (slot, 0, len(prompt) - 1, 0, 0)))
-            self.cache = step.prefill(model, None, 8, PAGES, self.params, self.cache, step.view_of(self.state), plan)
+            parts, weights = Parts(model, Sampler(V), mesh=None), Weights(self.params, {})
+            self.cache = step.prefill(parts, 8, PAGES, weights, self.cache, step.view_of(self.state), plan)
 
-    def decode(self, drafts: list[list[int]] | None = None) -> tuple[list[list[int]], step.StepOutput]:
+    def decode(self, drafts: list[list[int]] | None = None) -> tuple[list[list[int]], StepOutput]:
         """One step; the tokens each request got in it."""
         if drafts is not None:
             table = np.full(self.state.drafts.shape, -1, np.int32)

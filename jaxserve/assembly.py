@@ -1,0 +1,181 @@
+"""From a model and a configuration to the parts of an engine: sizes, buckets, processors, proposer, sampler."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+import models
+from jaxserve.config import Buckets, EngineConfig, ReasoningConfig, make_buckets
+from jaxserve.sampling.processor import ProcessorConfig
+from jaxserve.sampling.registry import make_processors
+from jaxserve.sampling.sampler import Sampler
+from jaxserve.sampling.thinking import Markers
+from jaxserve.scheduler import SchedulerConfig
+from jaxserve.speculative import SuffixProposer, Target, make_proposer, make_suffix_proposer
+from jaxserve.speculative.build import required_feature_layers
+from jaxserve.step import Parts
+from models.base import Model
+from models.sharding import make_mesh
+
+_DEFAULT_MAX_MODEL_LEN = 4096
+_TILE = {"cpu": 16, "gpu": 128}  # prefill tokens that share one gather of their context
+_BUDGET = {"cpu": 512, "gpu": 8192}  # prefill tokens beside the decode rows
+_MEMORY_LIMIT_CPU = 4 << 30  # what the page pool takes of a host's memory unless asked for more
+
+
+@dataclass(frozen=True, eq=False)
+class Assembly:
+    """Everything that is decided before anything is put on a device.
+
+    draft_counts: every K that a step may have. suffix: drafts made on the host; those of the device are of
+    parts.proposer.
+    """
+
+    parts: Parts
+    scheduler: SchedulerConfig
+    buckets: Buckets
+    num_blocks: int
+    vocab_size: int
+    draft_counts: tuple[int, ...]
+    suffix: SuffixProposer | None
+    keep_boundary_hidden: bool
+
+    @property
+    def max_model_len(self) -> int:
+        return self.scheduler.max_model_len
+
+
+def assemble(model: Model, tokenizer: Any | None, config: EngineConfig) -> Assembly:
+    """Raises ValueError naming what does not fit together."""
+    max_model_len = _max_model_len(config, model)
+    if hasattr(model, "with_max_model_len"):
+        model = model.with_max_model_len(max_model_len)
+    speculation = config.speculation
+    suffix = proposer = None
+    if speculation is not None:
+        if layers := required_feature_layers(speculation, model):
+            model = model.with_feature_layers(layers)  # type: ignore[attr-defined]
+        target = Target(model, config.block_size, max_model_len, config.tensor_parallel_size, tokenizer)
+        suffix = make_suffix_proposer(speculation) if speculation.method == "suffix" else None
+        proposer = make_proposer(speculation, target) if suffix is None else None
+    vocab_size = model.vocab_size if tokenizer is None else min(model.vocab_size, len(tokenizer))
+    parts = Parts(
+        model=model,
+        sampler=_sampler(model, tokenizer, config, max_model_len, vocab_size),
+        mesh=_mesh(config.tensor_parallel_size),
+        proposer=proposer,
+    )
+    drafts = 0 if speculation is None else speculation.max_drafts
+    has_draft_kv = proposer is not None and proposer.kv_bytes_per_block(config.block_size) > 0
+    scheduler = _scheduler_config(config, max_model_len, drafts, drafts if has_draft_kv else 0)
+    tile = scheduler.prefill_tile
+    draft_counts = (0,) if speculation is None else speculation.draft_counts
+    if scheduler.max_num_batched_tokens < config.max_num_seqs * (1 + drafts) + tile:
+        draft_counts = tuple(sorted({0, *draft_counts}))  # a step may have no room for drafts
+    return Assembly(
+        parts=parts,
+        scheduler=scheduler,
+        buckets=make_buckets(
+            config.max_num_seqs,
+            max_model_len,
+            scheduler.max_num_batched_tokens,
+            config.block_size,
+            tile,
+            config.tensor_parallel_size,
+        ),
+        num_blocks=config.num_blocks or _num_blocks(config, parts, max_model_len),
+        vocab_size=vocab_size,
+        draft_counts=draft_counts,
+        suffix=suffix,
+        keep_boundary_hidden=config.keep_boundary_hidden or (proposer is not None and proposer.needs_hidden),
+    )
+
+
+def _sampler(model: Model, tokenizer: Any | None, config: EngineConfig, max_model_len: int, vocab_size: int) -> Sampler:
+    vocab = model.vocab_size
+    for_processors = ProcessorConfig(
+        vocab_size=vocab,
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        tokenizer=tokenizer,
+        stop_token_ids=tuple(model.eos_token_ids),
+    )
+    markers = None
+    if isinstance(config.reasoning_config, ReasoningConfig):
+        markers = Markers(*config.reasoning_config.token_ids(tokenizer, vocab_size))
+    speculation = config.speculation
+    return Sampler(
+        vocab_limit=vocab_size,
+        processors=make_processors(config.logits_processors, for_processors),
+        markers=markers,
+        max_logprobs=vocab if config.max_logprobs < 0 else min(config.max_logprobs, vocab),
+        logprobs_mode=config.logprobs_mode,
+        method="coupled" if speculation is None else str(speculation.rejection_sample_method),
+        rates=None if speculation is None else speculation.conditional_acceptance_rates,
+    )
+
+
+def _scheduler_config(config: EngineConfig, max_model_len: int, drafts: int, lookahead: int) -> SchedulerConfig:
+    platform = models.default_platform()
+    tile = _TILE[platform]
+    room = 0 if config.enable_chunked_prefill else max_model_len + tile
+    return SchedulerConfig(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens
+        or max(_BUDGET[platform] + config.max_num_seqs * (1 + drafts), room),
+        max_model_len=max_model_len,
+        block_size=config.block_size,
+        policy=config.scheduling_policy,
+        enable_chunked_prefill=config.enable_chunked_prefill,
+        num_speculative_tokens=drafts,
+        num_lookahead_tokens=lookahead,
+        long_prefill_token_threshold=config.long_prefill_token_threshold,
+        prefill_tile=tile,
+    )
+
+
+def _max_model_len(config: EngineConfig, model: Model) -> int:
+    if config.max_model_len is None:
+        return min(model.max_model_len, _DEFAULT_MAX_MODEL_LEN)
+    if not 2 <= config.max_model_len <= model.max_model_len:
+        raise ValueError(f"max_model_len is {config.max_model_len}; this model takes [2, {model.max_model_len}]")
+    return config.max_model_len
+
+
+def _mesh(tensor_parallel_size: int) -> Mesh | None:
+    devices = jax.devices()
+    if tensor_parallel_size > len(devices):
+        raise ValueError(f"tensor_parallel_size is {tensor_parallel_size}; this host has {len(devices)} device(s)")
+    return None if tensor_parallel_size == 1 else make_mesh(devices[:tensor_parallel_size])
+
+
+def _num_blocks(config: EngineConfig, parts: Parts, max_model_len: int) -> int:
+    """Pages for everyone at full length, or what memory allows; page 0 is nobody's."""
+    wanted = 1 + config.max_num_seqs * -(-max_model_len // config.block_size)
+    per_block = parts.model.kv_bytes_per_block(config.block_size)
+    if parts.proposer is not None:
+        per_block += parts.proposer.kv_bytes_per_block(config.block_size)
+    if per_block == 0:
+        return wanted
+    affordable = int(config.kv_cache_memory_fraction * _free_memory(config.tensor_parallel_size)) // per_block
+    needed = 1 + -(-max_model_len // config.block_size)
+    if affordable < needed:
+        raise ValueError(
+            f"max_model_len {max_model_len} needs {needed} KV pages of {per_block} bytes, memory allows {affordable}: "
+            "lower max_model_len, or raise kv_cache_memory_fraction or num_blocks"
+        )
+    return min(wanted, affordable)
+
+
+def _free_memory(devices: int) -> int:
+    """Bytes free on the devices together; on CPU of the host, up to a limit that leaves it usable."""
+    stats = jax.local_devices()[0].memory_stats()
+    if stats and "bytes_limit" in stats:
+        return devices * (stats["bytes_limit"] - stats["bytes_in_use"])
+    pages = os.sysconf("SC_AVPHYS_PAGES") if "SC_AVPHYS_PAGES" in os.sysconf_names else 0
+    return min(pages * os.sysconf("SC_PAGE_SIZE"), 2 * _MEMORY_LIMIT_CPU) if pages else _MEMORY_LIMIT_CPU
