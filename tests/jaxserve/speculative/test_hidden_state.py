@@ -9,6 +9,7 @@ from jaxserve.speculative.hidden_state import HiddenStateProposer
 from jaxserve.speculative.proposer import Proposer
 from models.base import ForwardInputs
 from models.eagle import Eagle, Eagle3
+from models.llama import Llama
 from models.mtp import MTP
 from models.sharding import make_mesh
 
@@ -152,3 +153,24 @@ def test_it_is_a_proposer(head):
     assert isinstance(proposer, Proposer)
     assert hash(proposer) == hash(HiddenStateProposer(head, 3, VOCAB, PAGE))
     assert proposer.kv_bytes_per_block(16) == head.kv_bytes_per_block(16) > 0
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+@pytest.mark.parametrize("name", HEADS)
+def test_bfloat16(name, platform, target, target_params, states, simulation):
+    """States keep their dtype from step to step, and stay near those of float32: most first drafts are the same."""
+    drafts = []
+    for dtype, place in (("float32", "cpu"), ("bfloat16", platform)):
+        model = Llama(target.config, dtype=dtype, platform=place)
+        extra = {"draft_vocab_size": VOCAB} if name == "eagle3" else {}
+        proposer = HiddenStateProposer(HEADS[name](model, model, seed=3, **extra), 3, VOCAB, PAGE)
+        shared = jax.tree.map(
+            lambda x, dtype=dtype: x.astype(dtype), {k: target_params[k] for k in ("embed", "lm_head")}
+        )
+        sim = simulation(proposer, proposer.load_params(shared, None), slots=8, hidden=states)
+        rng = np.random.default_rng(1)
+        for slot in range(8):
+            sim.start(slot, rng.integers(0, VOCAB, 10).tolist())
+        drafts.append(np.asarray(sim.step([[5]] * 8).drafts))
+    assert ((drafts[1] >= 0) & (drafts[1] < VOCAB)).all()
+    assert (drafts[0][:, 0] == drafts[1][:, 0]).mean() > 0.7
