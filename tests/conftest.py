@@ -41,6 +41,9 @@ class LetterTokenizer:
     def __call__(self, text: str) -> dict[str, list[int]]:
         return {"input_ids": [ord(c) - ord("a") for c in text]}
 
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self(text.replace(" ", ""))["input_ids"]
+
     def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
         return "".join(chr(ord("a") + i) for i in ids)
 

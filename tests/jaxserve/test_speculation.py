@@ -1,0 +1,201 @@
+"""Speculation through the engine: it changes how many tokens a step makes, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+from jaxserve import LogitsProcessor, RequestOutputKind, Row, SamplingParams
+from jaxserve.speculative.draft_model import DraftModelProposer
+from models import MarkovLM
+
+V = 12
+PROMPTS = [[1, 2], [3], [4, 5, 4, 5], [1], [7, 8, 9, 7, 8, 9, 7, 8]]
+REQUESTS = [
+    SamplingParams(temperature=0, max_tokens=30),
+    SamplingParams(seed=1, max_tokens=25, logprobs=2),
+    SamplingParams(seed=2, max_tokens=30, frequency_penalty=0.7, presence_penalty=-0.3, repetition_penalty=1.2),
+    SamplingParams(seed=3, max_tokens=40, top_k=4, min_p=0.02, min_tokens=12, stop_token_ids=[2, 5]),
+    SamplingParams(seed=4, max_tokens=30, top_p=0.9, logit_bias={3: 2.0, 7: -4.0}, bad_words=["bc", "d"]),
+    SamplingParams(seed=5, max_tokens=30, thinking_token_budget=3, temperature=0.8),
+    SamplingParams(seed=6, max_tokens=30, extra_args={"step": 5}),
+    SamplingParams(temperature=0, max_tokens=30, allowed_token_ids=[1, 2, 3, 4, 6], frequency_penalty=2.0),
+]
+
+
+class Every(LogitsProcessor):
+    """Every extra_args["step"]-th token is forced to be token 0."""
+
+    arguments = ("step",)
+
+    def row(self, params: SamplingParams) -> Any | None:
+        step = (params.extra_args or {}).get("step")
+        return None if step is None else np.int32(step)
+
+    def empty_row(self) -> Any:
+        return np.int32(0)
+
+    def apply(self, logits: Any, row: Row) -> Any:
+        forced = (row.output_len + 1) % jnp.maximum(row.params, 1) == 0
+        return jnp.where(forced & (jnp.arange(logits.shape[0]) != 0), -jnp.inf, logits)
+
+
+@pytest.fixture(scope="module")
+def model(random_markov: Callable[..., MarkovLM]) -> MarkovLM:
+    return random_markov(V, spread=2.5)
+
+
+@pytest.fixture(scope="module")
+def run(model: MarkovLM, letters: Any, make_engine: Callable[..., Any], drive: Any) -> Callable[..., Any]:
+    def serve(speculation: dict[str, Any] | None, **config: Any) -> tuple[dict[str, Any], Any]:
+        reasoning = {"start": [9], "end": [10, 11]}
+        engine = make_engine(
+            model,
+            letters,
+            logits_processors=[Every],
+            reasoning_config=reasoning,
+            speculative_config=speculation,
+            **config,
+        )
+        for i, params in enumerate(REQUESTS * 2):
+            engine.add_request(str(i), PROMPTS[i % len(PROMPTS)], params)
+        outputs = {name: output.outputs[0] for name, output in drive(engine).items()}
+        assert engine.kv.pool.num_free == engine.kv.pool.num_usable
+        return outputs, engine
+
+    return serve
+
+
+@pytest.fixture(scope="module")
+def plain(run: Callable[..., Any]) -> dict[str, Any]:
+    return run(None)[0]
+
+
+def same_weights(config: Any, target: Any) -> DraftModelProposer:
+    return DraftModelProposer(target.model, config.max_drafts, V, config.probabilistic)
+
+
+def other_weights(config: Any, target: Any) -> DraftModelProposer:
+    table = 2.5 * np.random.default_rng(9).standard_normal((V + 1, V, V))
+    return DraftModelProposer(MarkovLM(table.astype(np.float32)), config.max_drafts, V, config.probabilistic)
+
+
+PROPOSERS: dict[str, dict[str, Any]] = {
+    "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3},
+    "suffix": {"method": "suffix"},
+    "same model": {"method": "custom", "proposer": same_weights},
+    "other model": {"method": "custom", "proposer": other_weights},
+}
+
+
+@pytest.mark.parametrize("k", [1, 3, 7])
+@pytest.mark.parametrize("name", PROPOSERS)
+def test_the_tokens_are_those_without_speculation(run: Any, plain: Any, name: str, k: int) -> None:
+    """Seeded and greedy, with every processor on: token for token, and log-probability for log-probability."""
+    outputs, engine = run(PROPOSERS[name] | {"num_speculative_tokens": k})
+    for i, output in outputs.items():
+        expected = plain[i]
+        assert output.token_ids == expected.token_ids, i
+        assert (output.finish_reason, output.stop_reason) == (expected.finish_reason, expected.stop_reason)
+        if expected.logprobs is not None:
+            for ours, theirs in zip(output.logprobs, expected.logprobs, strict=True):
+                assert {t: x.rank for t, x in ours.items()} == {t: x.rank for t, x in theirs.items()}
+    found = engine.stats().speculation
+    assert found.num_drafts > 0
+    assert found.num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize(("proposer", "low", "high"), [(same_weights, 1.0, 1.0), (other_weights, 0.0, 0.3)])
+def test_acceptance_is_that_of_the_drafts(make_engine: Any, model: Any, drive: Any, proposer: Any, low: float,
+                                          high: float) -> None:  # fmt: skip
+    """A draft model with the target's weights is always right about a greedy request, another one rarely."""
+    speculation = {"method": "custom", "proposer": proposer, "num_speculative_tokens": 3}
+    engine = make_engine(model, speculative_config=speculation)
+    engine.add_request("one", [1, 2, 3], SamplingParams(temperature=0, max_tokens=41))
+    drive(engine)
+    found = engine.stats().speculation
+    assert low <= found.acceptance_rate <= high
+    if low == 1.0:
+        assert found.num_drafts == 10  # the first token, then ten windows of four
+
+
+@pytest.mark.parametrize("name", ["ngram", "other model"])
+def test_little_memory_and_little_budget_change_nothing(run: Any, plain: Any, name: str) -> None:
+    """Preemption with drafts in flight, and steps that have no room for drafts."""
+    speculation = PROPOSERS[name] | {"num_speculative_tokens": 3}
+    outputs, engine = run(speculation, num_blocks=9, max_num_batched_tokens=30)
+    assert engine.stats().scheduler.num_preemptions > 0
+    assert {i: o.token_ids for i, o in outputs.items()} == {i: o.token_ids for i, o in plain.items()}
+
+
+def test_nothing_is_compiled_after_warm_up(run: Any, plain: Any, model: Any, letters: Any, make_engine: Any, drive: Any,
+                                           compilations: list[str]) -> None:  # fmt: skip
+    schedule = [(1, 2, 3), (3, 5, 1), (6, 8, 0)]
+    speculation = PROPOSERS["ngram"] | {
+        "num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": schedule,
+    }  # fmt: skip
+    engine = make_engine(model, letters, logits_processors=[Every], reasoning_config={"start": [9], "end": [10, 11]},
+                         speculative_config=speculation, max_model_len=64)  # fmt: skip
+    engine.warmup(progress=False)
+    del compilations[:]
+    for i, params in enumerate(REQUESTS):
+        engine.add_request(str(i), PROMPTS[i % len(PROMPTS)], params)
+    outputs = {name: output.outputs[0].token_ids for name, output in drive(engine).items()}
+    assert outputs == {i: plain[i].token_ids for i in outputs}
+    assert compilations == []
+    assert engine.num_compilations == 0
+
+
+@pytest.mark.parametrize(("method", "temperature"), [("standard", 1.0), ("block", 0.6), ("coupled", 1.0)])
+def test_the_joint_distribution_is_the_targets(
+    make_engine: Any, drive: Any, exact_distribution: Any, method: str, temperature: float
+) -> None:
+    """All strings of three tokens after a prompt, over many requests, with drafts drawn from another distribution."""
+    vocab, length, count = 4, 3, 16_000
+    random = np.random.default_rng(3)
+    table, draft_table = (1.2 * random.standard_normal((2, vocab, vocab))).astype(np.float32)
+
+    def proposer(config: Any, target: Any) -> DraftModelProposer:
+        return DraftModelProposer(MarkovLM(draft_table), config.max_drafts, vocab, config.probabilistic)
+
+    engine = make_engine(
+        MarkovLM(table), max_num_seqs=64, max_model_len=32,
+        speculative_config={
+            "method": "custom", "proposer": proposer, "num_speculative_tokens": 3,
+            "draft_sample_method": "greedy" if method == "coupled" else "probabilistic",
+            "rejection_sample_method": method,
+        },
+    )  # fmt: skip
+    kind = RequestOutputKind.FINAL_ONLY
+    params = SamplingParams(temperature=temperature, top_k=3, n=count, seed=11, max_tokens=length, output_kind=kind)
+    engine.add_request("many", [1], params)
+    counts = np.zeros((vocab,) * length)
+    for output in drive(engine, max_steps=100_000)["many"].outputs:
+        counts[tuple(output.token_ids)] += 1
+    after = np.stack([exact_distribution(row, temperature, top_k=3) for row in table])
+    exact = np.einsum("a,ab,bc->abc", after[1], after, after)
+    assert counts[exact == 0].sum() == 0
+    assert counts.sum() == count
+    p = stats.chisquare(counts[exact > 0], count * exact[exact > 0]).pvalue
+    assert p > 1e-4, p
+    assert engine.stats().speculation.num_accepted_tokens > count * 0.1
+
+
+def test_synthetic_acceptance_has_the_rates_asked_for(make_engine: Any, random_markov: Any, drive: Any) -> None:
+    rates = [0.8, 0.4, 0.1]
+    engine = make_engine(
+        random_markov(V, spread=0.3), max_num_seqs=32,
+        speculative_config={
+            "method": "custom", "proposer": other_weights, "num_speculative_tokens": 3,
+            "rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates,
+        },
+    )  # fmt: skip
+    engine.add_request("many", [1], SamplingParams(n=64, seed=1, max_tokens=100))
+    drive(engine)
+    found = engine.stats().speculation
+    np.testing.assert_allclose(found.acceptance_rate_per_pos, rates, atol=0.04)
