@@ -108,7 +108,7 @@ def ours(logits: np.ndarray, history: np.ndarray, kind: dict[str, Any]) -> Calla
         run = jax.jit(lambda x, w, u: penalize(x, w.rows.penalties, u, w.drafts))
     else:
         shaped = bool(kind.get("penalties") or kind.get("all"))
-        run = jax.jit(lambda x, w, u: sampler.sample(x, w, u, shaped=shaped).token)
+        run = jax.jit(lambda x, w, u: sampler.verify(x, w, u, shaped=shaped).tokens)
     return lambda: jax.block_until_ready(run(x, window, use))
 
 

@@ -23,7 +23,6 @@ from models.base import Array
 from pallas_kernels.distribution import Filters, find_distribution
 from pallas_kernels.draw import random_uniforms, random_words
 from pallas_kernels.rejection import Proposal, rejection_sample
-from pallas_kernels.top_k_top_p import top_k_top_p_sample
 
 MAX_LISTED = 128  # logprob_token_ids of a request
 # Randomness of (seed, position) is split into streams; those from 16 on are the drafts' (speculative.drafting).
@@ -53,16 +52,6 @@ class Window:
 
 
 @struct.dataclass
-class Sampled:
-    """Of every row [b, 1+K]: token int32; finite, False where nothing could be drawn (a NaN, or nothing but -inf);
-    logprobs, zeros for rows that did not ask."""
-
-    token: jax.Array
-    finite: jax.Array
-    logprobs: Logprobs
-
-
-@struct.dataclass
 class Emitted:
     """Of every slot: tokens [b, 1+K] int32, -1 after the last; finite [b], False where the first row had nothing to
     draw from; logprobs of [b, 1+K], zeros for rows that did not ask."""
@@ -70,6 +59,16 @@ class Emitted:
     tokens: jax.Array
     finite: jax.Array
     logprobs: Logprobs
+
+
+@struct.dataclass
+class Rows:
+    """What is drawn from, of R = b * (1+K) rows."""
+
+    raw: jax.Array  # [R, V] float32
+    final: jax.Array  # [R, V] float32, after all that comes before temperature
+    filters: Filters  # [R]
+    words: jax.Array  # [R, 8] uint32
 
 
 @dataclass(frozen=True)
@@ -94,14 +93,6 @@ class Sampler:
         """Most logprob_token_ids that a request may list."""
         return min(self.max_logprobs, MAX_LISTED)
 
-    def sample(self, logits: jax.Array, window: Window, use: TokenUse, shaped: bool = True) -> Sampled:
-        """Sample every row of logits [b, 1+K, V] (any float dtype) by itself; `shaped` as in `verify`."""
-        b, width, _ = logits.shape
-        rows = self._prepare(logits, window, use, shaped)
-        drawn = top_k_top_p_sample(rows.final, rows.filters, rows.words, window.used.reshape(-1))
-        logprobs = self._logprobs(rows, drawn.token, window)
-        return jax.tree.map(lambda x: x.reshape(b, width, *x.shape[1:]), Sampled(drawn.token, drawn.finite, logprobs))
-
     def verify(
         self,
         logits: jax.Array,
@@ -118,7 +109,7 @@ class Sampler:
         log-probabilities runs only what it needs.
         """
         b, width, _ = logits.shape
-        rows = self._prepare(logits, window, use, shaped)
+        rows = self.prepare(logits, window, use, shaped)
         by_slot = partial(jax.tree.map, lambda x: x.reshape(b, width, *x.shape[1:]))
         uniforms = rates = proposal = None
         if self.method != "coupled" and width > 1:
@@ -140,9 +131,10 @@ class Sampler:
                 valid=window.used[:, 0],
             )
         tokens = jnp.maximum(verified.tokens, 0).reshape(-1)
-        return Emitted(verified.tokens, verified.finite, by_slot(self._logprobs(rows, tokens, window)))
+        return Emitted(verified.tokens, verified.finite, by_slot(self.logprobs(rows, tokens, window)))
 
-    def _prepare(self, logits: jax.Array, window: Window, use: TokenUse, shaped: bool) -> _Rows:
+    def prepare(self, logits: jax.Array, window: Window, use: TokenUse, shaped: bool) -> Rows:
+        """What the rows of logits [b, 1+K, V] are drawn from; `shaped` as in `verify`."""
         _, width, vocab = logits.shape
         logits = self.mask_padding(logits.astype(jnp.float32))
         final = (self.shape(logits, window, use) if shaped else logits).reshape(-1, vocab)
@@ -155,9 +147,7 @@ class Sampler:
         if shaped:
             final, filters = self._apply_invariant(final, filters, window)
         position = (window.num_tokens - rows.prompt_len[:, None]).reshape(-1)
-        return _Rows(
-            logits.reshape(-1, vocab), final, filters, random_words(each_row(rows.seed), position, STREAM_DRAW)
-        )
+        return Rows(logits.reshape(-1, vocab), final, filters, random_words(each_row(rows.seed), position, STREAM_DRAW))
 
     def score(self, logits: jax.Array, targets: tuple[jax.Array, jax.Array]) -> Logprobs:
         """Raw log-probabilities of given tokens. logits [n, 1, V]; targets: tokens [n], number wanted of each [n]."""
@@ -231,7 +221,8 @@ class Sampler:
         )
         return jax.lax.cond(jnp.any(row), run, lambda: logits), done
 
-    def _logprobs(self, rows: _Rows, tokens: jax.Array, window: Window) -> Logprobs:
+    def logprobs(self, rows: Rows, tokens: jax.Array, window: Window) -> Logprobs:
+        """Of tokens [R], in the engine's mode; zeros for rows that did not ask."""
         kind, _, unit = self.logprobs_mode.partition("_")
         width = window.used.shape[1]
         number, ids = (jnp.repeat(x, width, axis=0) for x in (window.rows.num_logprobs, window.rows.logprob_ids))
@@ -243,16 +234,6 @@ class Sampler:
 
         none = no_logprobs(tokens.shape, min(self.max_logprobs, rows.raw.shape[1]), ids.shape[-1])
         return jax.lax.cond(jnp.any(wanted.number >= 0), find, lambda: none)
-
-
-@struct.dataclass
-class _Rows:
-    """What is drawn from, of R = b * (1+K) rows."""
-
-    raw: jax.Array  # [R, V] float32
-    final: jax.Array  # [R, V] float32, after all that comes before temperature
-    filters: Filters  # [R]
-    words: jax.Array  # [R, 8] uint32
 
 
 def as_they_are(slots: int) -> Filters:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import struct
 
 from jaxserve import ProcessorConfig, SamplingParams
 from jaxserve.batch import empty_row
@@ -20,6 +21,7 @@ from jaxserve.sampling.penalties import TokenUse, count_history, empty_use
 from jaxserve.sampling.registry import make_processors, rows_of
 from jaxserve.sampling.sampler import Sampler, Window
 from jaxserve.sampling.thinking import Markers, section_start
+from pallas_kernels import top_k_top_p_sample
 
 HISTORY = 32
 ROWS = 6  # of a slot: the longest window that a test samples
@@ -134,10 +136,32 @@ def make_window() -> Callable[..., tuple[Window, TokenUse]]:
     return make
 
 
+@struct.dataclass
+class Sampled:
+    """Of every row [b, 1+K] by itself, whatever became of the drafts before it."""
+
+    token: Any
+    finite: Any
+    logprobs: Any
+
+
+def sample_each_row(sampler: Sampler, logits: jax.Array, window: Window, use: TokenUse) -> Sampled:
+    rows = sampler.prepare(logits, window, use, shaped=True)
+    drawn = top_k_top_p_sample(rows.final, rows.filters, rows.words, window.used.reshape(-1))
+    sampled = Sampled(drawn.token, drawn.finite, sampler.logprobs(rows, drawn.token, window))
+    return jax.tree.map(lambda x: x.reshape(*window.used.shape, *x.shape[1:]), sampled)
+
+
+@pytest.fixture(scope="session")
+def each_row() -> Callable[..., Sampled]:
+    """`sample_each_row`, to be compiled into a test's own function."""
+    return sample_each_row
+
+
 @pytest.fixture(scope="session")
 def sample(make_window: Callable[..., Any]) -> Callable[..., Any]:
     """Samples [b, 1+K] as NumPy, of logits [b, 1+K, V] and as many requests. Padded to few shapes: few programs."""
-    compiled = jax.jit(Sampler.sample, static_argnums=0)
+    compiled = jax.jit(sample_each_row, static_argnums=0)
 
     def run(sampler: Sampler, logits: np.ndarray, requests: Sequence[Asked]) -> Any:
         b, width, vocab = logits.shape

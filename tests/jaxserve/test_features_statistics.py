@@ -42,7 +42,7 @@ def seeds(*shape: int, first: int = 0) -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def draw_many(make_window: Callable[..., Any]) -> Callable[..., np.ndarray]:
+def draw_many(make_window: Callable[..., Any], each_row: Callable[..., Any]) -> Callable[..., np.ndarray]:
     """Tokens [rounds * rows, 1+K] of one request under as many seeds, logits [1+K, V]."""
 
     def drawn(sampler: Sampler, logits: Any, window: Window, use: Any, seeds: Any) -> jax.Array:
@@ -52,7 +52,7 @@ def draw_many(make_window: Callable[..., Any]) -> Callable[..., np.ndarray]:
         def one(seed: jax.Array) -> jax.Array:
             rows = jax.tree.map(wide, window)
             rows = rows.replace(rows=rows.rows.replace(seed=seed))
-            return sampler.sample(wide(logits[None]), rows, jax.tree.map(wide, use)).token
+            return each_row(sampler, wide(logits[None]), rows, jax.tree.map(wide, use)).token
 
         return jax.lax.map(one, seeds).reshape(-1, logits.shape[0])
 
@@ -178,7 +178,7 @@ def test_positions_of_one_seed_are_as_good_as_seeds(
     def along(window: Window, use: Any, numbers: jax.Array) -> jax.Array:
         wide = jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape[1:])), (window, use))
         rows = wide[0].replace(rows=wide[0].rows.replace(num_tokens=numbers))
-        return sampler.sample(jnp.broadcast_to(LOGITS, (count, 1, V)), rows, wide[1]).token[:, 0]
+        return sampler.verify(jnp.broadcast_to(LOGITS, (count, 1, V)), rows, wide[1]).tokens[:, 0]
 
     tokens = np.asarray(along(window, use, 1 + np.arange(count, dtype=np.int32)))
     exact = exact_distribution(LOGITS)
