@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import mosaic_gpu
+
+plgpu: Any = mosaic_gpu  # whose signatures are those of one version
 
 JAX_VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
 
@@ -47,9 +48,3 @@ def mosaic_kernel(body: Callable[..., None], *, interpret: Any, **keywords: Any)
         interpret=interpret,
         **keywords,
     )
-
-
-@functools.cache
-def has_mosaic() -> bool:
-    """Whether this JAX can compile Mosaic GPU kernels at all."""
-    return hasattr(plgpu, "kernel")

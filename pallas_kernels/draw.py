@@ -18,7 +18,7 @@ TILE = 256  # entries
 _LIMB = 22  # bits; two limbs to a number. Sums of up to 1024 limbs fit in 32 bits.
 _MAX_ENTRIES = 1 << (32 - _LIMB)
 MAX_VOCAB = _MAX_ENTRIES * TILE
-_WORDS = 4  # random words that one pick takes
+WORDS = 4  # random words that one pick takes
 
 Weight = Callable[[Any, jax.Array], jax.Array]
 
@@ -32,7 +32,7 @@ def random_words(seed: jax.Array, position: jax.Array, stream: int | jax.Array) 
     def row(seed: jax.Array, position: jax.Array) -> jax.Array:
         key = jax.random.wrap_key_data(seed, impl="threefry2x32")
         key = jax.random.fold_in(jax.random.fold_in(key, position), stream)
-        return jax.random.bits(key, (2 * _WORDS,), jnp.uint32)
+        return jax.random.bits(key, (2 * WORDS,), jnp.uint32)
 
     return jax.vmap(row)(seed, position)
 
@@ -76,10 +76,10 @@ def draw(values: Any, weight: Weight, words: jax.Array) -> jax.Array:
     tiles = jax.tree.map(_in_tiles, values)
     ids = jnp.arange(-(-vocab // TILE) * TILE, dtype=jnp.int32).reshape(-1, TILE)
     sums = weight(tiles, ids).sum(-1)  # [R, n]
-    tile = _pick(sums, words[:, :_WORDS])[:, None]
+    tile = pick(sums, words[:, :WORDS])[:, None]
     chosen = jax.tree.map(lambda x: jnp.take_along_axis(x, tile[:, :, None], axis=1), tiles)  # [R, 1, w]
     ids = tile * TILE + jnp.arange(TILE, dtype=jnp.int32)
-    inside = _pick(weight(chosen, ids[:, None])[:, 0], words[:, _WORDS:])
+    inside = pick(weight(chosen, ids[:, None])[:, 0], words[:, WORDS:])
     return tile[:, 0] * TILE + inside
 
 
@@ -91,8 +91,8 @@ def _in_tiles(values: jax.Array) -> jax.Array:
     return values.reshape(values.shape[0], -1, TILE)
 
 
-def _pick(weights: jax.Array, words: jax.Array) -> jax.Array:
-    """An index with probability proportional to weights [R, n], n <= 1024, by four random words a row."""
+def pick(weights: jax.Array, words: jax.Array) -> jax.Array:
+    """[R] int32, an index with probability proportional to weights [R, n], n <= 1024, by four random words a row."""
     # Dividing by a little more than the total keeps the sum of the rounded shares below 1. What then lies between that
     # sum and 1, about a millionth, belongs to nobody: a number from there is replaced by a second one.
     total = jnp.sum(weights, axis=1, keepdims=True) * (1 + 2.0**-20)

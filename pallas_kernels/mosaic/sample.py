@@ -42,7 +42,7 @@ from pallas_kernels.mosaic.statistics import (
     segment_statistics,
     tile_of_slot,
 )
-from pallas_kernels.mosaic.threshold import LOWEST, NOBODY, Function, Row, Window, find, key, middle
+from pallas_kernels.threshold import LOWEST, NOBODY, Function, Row, Window, find, key, middle
 
 CANDIDATES = 64  # segments
 ENOUGH = 56  # a cut that leaves so many of them is as good as one that leaves all
@@ -327,5 +327,6 @@ def _fold(kind: str, part: Callable[[Any], jax.Array], count: int) -> Any:
 
 def _all(kind: str, x: jax.Array) -> Any:
     """The sum, minimum or maximum of [n, w], in two steps: layouts of rows have no reduction in one."""
-    reduce: Callable[..., jax.Array] = {"sum": jnp.sum, "min": jnp.min, "max": jnp.max}[kind]
+    reductions: dict[str, Callable[..., jax.Array]] = {"sum": jnp.sum, "min": jnp.min, "max": jnp.max}
+    reduce = reductions[kind]
     return reduce(reduce(x, axis=1), axis=0)

@@ -1,14 +1,16 @@
-"""The last survivor of min_p, top_k and top_p inside a kernel, by bisection over the order of the values.
+"""The last survivor of min_p, top_k and top_p of one row, where all that can be asked of the row is a sum, a minimum or
+a maximum of a function of its entries: inside a kernel, and of a row that is spread over devices.
 
-The search is over a window: entries that are at hand and hold everything from some value up, and what is known of the
-mass below. Either a window decides a row, and says so, or the whole row has to be the window.
+The search is a bisection over the order of the values, in a window: entries that are at hand and hold everything from
+some value up, and what is known of the mass below. Either a window decides a row, and says so, or the whole row has to
+be the window.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +31,7 @@ def middle(low: Any, high: Any) -> Any:
     return (low & high) + ((low ^ high) >> 1)
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """Scalars of a row. floor: log(min_p), -inf = off. top_k: 0 = off. top_p: 1 = off."""
 
     top: Any
