@@ -19,6 +19,7 @@ bench: $(VENV)/.ready
 
 aot: $(AOT)/.ready
 	$(AOT)/bin/python bench/aot_h100.py
+	$(AOT)/bin/python bench/aot_kernels.py
 	$(AOT)/bin/python -m pytest -m aot
 
 lint: $(VENV)/.ready
