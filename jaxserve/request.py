@@ -38,7 +38,7 @@ class Request:
     Invariant while RUNNING: positions [0, num_computed_tokens) hold KV written by dispatched programs, and
     num_computed_tokens <= num_tokens - 1 (positions whose KV is cached count from when they are scored, where the
     prompt's own log-probabilities are wanted). Equality means the prefill is complete: the last known token is the
-    first input row of the next decode program.
+    first input row of the next forward program.
     """
 
     request_id: str
