@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from hashlib import blake2b
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -13,12 +11,16 @@ from hypothesis import strategies as st
 from jaxserve.block_pool import NULL_BLOCK, BlockPool
 from jaxserve.kv_manager import KVCacheManager, block_hash, root_hash
 from jaxserve.request import Request
+from jaxserve.sampling_params import SamplingParams
 
 
 def make_request(request_id: str, tokens: list[int], salt: str | None = None) -> Request:
-    params = cast(Any, SimpleNamespace(max_tokens=None, ignore_eos=False, stop_token_ids=[]))
     return Request(
-        request_id=request_id, prompt_token_ids=tokens, sampling_params=params, max_model_len=4096, cache_salt=salt
+        request_id=request_id,
+        prompt_token_ids=tokens,
+        sampling_params=SamplingParams(max_tokens=None),
+        max_model_len=4096,
+        cache_salt=salt,
     )
 
 
