@@ -7,6 +7,7 @@ a KV head, E head width, V vocabulary, L layers.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -37,6 +38,7 @@ class Llama:
               copies scanned weights) and accumulates dots in float32; GPU scans over stacked layers.
     source:   a checkpoint, or None for random weights from `seed`.
     rope_length: positions that "dynamic" rope scaling is evaluated for (models.rope).
+    feature_layers: layers whose inputs stand behind the last hidden state in what `forward` returns.
     """
 
     config: ModelConfig
@@ -45,10 +47,18 @@ class Llama:
     source: Checkpoint | None = field(default=None, compare=False)
     seed: int = 0
     rope_length: int | None = None
+    feature_layers: tuple[int, ...] = ()
 
     def with_max_model_len(self, length: int) -> Llama:
         """The same model serving at most `length` positions."""
         return replace(self, rope_length=length)
+
+    def with_feature_layers(self, layers: Sequence[int]) -> Llama:
+        """The same model, with hidden states [..., (1 + F) D]: behind the last one the residual streams that F layers
+        read, for heads such as EAGLE-3. Raises ValueError for a layer that it does not have."""
+        if not all(0 <= layer < self.config.num_layers for layer in layers):
+            raise ValueError(f"feature_layers={tuple(layers)} must be in [0, {self.config.num_layers - 1}]")
+        return replace(self, feature_layers=tuple(layers))
 
     @property
     def vocab_size(self) -> int:
@@ -78,7 +88,10 @@ class Llama:
     def load_params(self, mesh: Mesh | None) -> Params:
         if self.source is None:
             return weights.random_params(self.specs(), self.seed, mesh)
-        return weights.load_params(self.specs(), self.source, mesh, unused=r".*rotary_emb\.inv_freq|lm_head\.weight")
+        unused = r".*rotary_emb\.inv_freq|lm_head\.weight"
+        if self.source.config.get("num_nextn_predict_layers"):  # modules for speculation (models.mtp)
+            unused += rf"|model\.layers\.{self.config.num_layers}\..*"
+        return weights.load_params(self.specs(), self.source, mesh, unused=unused)
 
     def kv_spec(self, num_blocks: int, block_size: int, mesh: Mesh | None) -> PagedKV:
         """Abstract page pool."""
@@ -106,7 +119,7 @@ class Llama:
     def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
         with jax.named_scope("lm_head"):
             table = params["embed"] if self.config.tie_word_embeddings else params["lm_head"]  # [V, D]
-            return _dot_t(hidden.astype(table.dtype), table)
+            return _dot_t(hidden[..., : self.config.hidden_size].astype(table.dtype), table)
 
 
 def declare(c: ModelConfig, dtype: Any, stacked: bool) -> dict[str, Any]:
@@ -164,7 +177,8 @@ def declare(c: ModelConfig, dtype: Any, stacked: bool) -> dict[str, Any]:
 def forward(
     model: Llama, params: Params, kv: PagedKV, inputs: ForwardInputs, mesh: Mesh | None
 ) -> tuple[jax.Array, PagedKV]:
-    """[N, Q] tokens -> normalised hidden states [N, Q, D] and the cache with their keys and values."""
+    """[N, Q] tokens -> normalised hidden states [N, Q, D] (and features behind them, [N, Q, (1 + F) D]), and the cache
+    with their keys and values."""
     c = model.config
     with jax.named_scope("embed"):
         x = params["embed"][inputs.tokens].astype(model.stream_dtype)  # [N, Q, D]
@@ -179,17 +193,28 @@ def forward(
         with jax.named_scope("mlp"):
             return _mlp(model, w, x, mesh), kv
 
-    if model.scan_layers:
+    x, kv, features = _run_layers(model, block, params["layers"], x, kv, windows)
+    x = rms_norm(x, params["final_norm"], c.rms_norm_eps)
+    return (jnp.concatenate([x, *features], axis=-1) if features else x), kv
 
-        def step(carry, layer):
-            w, i, window = layer
-            return block(*carry, w, i, window), None
 
-        (x, kv), _ = jax.lax.scan(step, (x, kv), (params["layers"], jnp.arange(c.num_layers), jnp.asarray(windows)))
-    else:
-        for i, w in enumerate(params["layers"]):
+def _run_layers(model, block, layers, x, kv, windows):
+    """x through all layers; and the streams that model.feature_layers read."""
+    if not model.scan_layers:
+        streams = [x]
+        for i, w in enumerate(layers):
             x, kv = block(x, kv, w, i, int(windows[i]))
-    return rms_norm(x, params["final_norm"], c.rms_norm_eps), kv
+            streams.append(x)
+        return x, kv, [streams[i] for i in model.feature_layers]
+
+    def step(carry, layer):
+        x, kv, kept = carry
+        w, i, window = layer
+        kept = [jnp.where(i == wanted, x, old) for wanted, old in zip(model.feature_layers, kept, strict=True)]
+        return (*block(x, kv, w, i, window), kept), None
+
+    numbered = (layers, jnp.arange(model.config.num_layers), jnp.asarray(windows))
+    return jax.lax.scan(step, (x, kv, [x] * len(model.feature_layers)), numbered)[0]
 
 
 def _attention(model, w, x, kv, i, window, rope, inputs, mesh):

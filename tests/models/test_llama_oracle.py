@@ -185,3 +185,26 @@ def test_bfloat16(platform, schedule, tmp_path):
     error = np.abs(paged_logits(model, reference.tokens, schedule) - reference.logits)
     assert error.mean() < 0.03
     assert error.max() < 0.4
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_feature_layers(platform, tmp_path):
+    """Behind the last hidden state: what the layers read, in the order asked for."""
+    import transformers
+
+    reference = Reference("llama", tmp_path)
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    with torch.no_grad():
+        states = oracle(torch.from_numpy(reference.tokens), output_hidden_states=True).hidden_states
+    model = models.load_model(tmp_path, "float32", platform).with_feature_layers((1, 0, 1))
+    params, tables = model.load_params(None), jnp.asarray([[1, 2], [4, 3]], jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(LENGTH, dtype=jnp.int32), reference.tokens.shape)
+    inputs = ForwardInputs(jnp.asarray(reference.tokens, jnp.int32), positions, tables)
+    with jax.default_matmul_precision("highest"):
+        hidden, _ = model.forward(params, model.init_kv(5, LENGTH, None), inputs, None)
+        logits = model.logits(params, hidden[0])
+    expected = np.concatenate([states[i].numpy() for i in (2, 1, 0, 1)], axis=-1)
+    np.testing.assert_allclose(hidden, expected, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(logits, reference.logits[0], rtol=0, atol=1e-4)
+    with pytest.raises(ValueError, match=r"feature_layers=\(0, 2\) must be in \[0, 1\]"):
+        model.with_feature_layers((0, 2))
