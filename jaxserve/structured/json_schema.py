@@ -16,7 +16,7 @@ from decimal import Decimal
 from typing import Any
 from urllib.parse import unquote
 
-from jaxserve.structured.dfa import GrammarError, LimitError
+from jaxserve.structured.dfa import GrammarError, LimitError, NoTableError
 from jaxserve.structured.json_disjoint import disjoint, types_of
 from jaxserve.structured.json_numbers import alternatives, integer_range, number_range
 from jaxserve.structured.json_strings import FORMATS, enclosed, literal, pattern, string
@@ -38,7 +38,7 @@ _OF_TYPE = {
 _TYPED = set().union(*_OF_TYPE.values())
 
 
-class Unsupported(GrammarError):
+class Unsupported(NoTableError):
     """A schema that no table is made of: `keyword` is what stands in the way."""
 
     def __init__(self, keyword: str, why: str) -> None:
@@ -110,8 +110,8 @@ class _Emitter:
         """Refuses keywords beside `allowed` ones and annotations."""
         for name in schema:
             if name not in allowed and name not in _ANNOTATIONS:
-                beside = f"not enforced beside {', '.join(a for a in allowed if a in schema)}" if allowed else ""
-                raise Unsupported(name, beside or "not a keyword that a table enforces")
+                beside = ", ".join(a for a in allowed if a in schema)
+                raise Unsupported(name, f"no table enforces it{' beside ' if beside else ''}{beside}")
 
     def _reference(self, schema: dict[str, Any]) -> str | None:
         self._only(schema, "$ref")

@@ -9,7 +9,7 @@ from re import _constants as ops  # type: ignore[attr-defined]
 from re import _parser  # type: ignore[attr-defined]
 from typing import Any
 
-from jaxserve.structured.dfa import GrammarError
+from jaxserve.structured.dfa import GrammarError, NoTableError
 
 _HEX = "[0-9a-fA-F]"
 _ESCAPED_SURROGATES = rf"\\u[dD][89abAB]{_HEX}{{2}}\\u[dD][c-fC-F]{_HEX}{{2}}"
@@ -21,7 +21,7 @@ _LAST = 0x10FFFF
 Ranges = list[tuple[int, int]]  # of code points, both ends included
 
 
-class UnsupportedPattern(GrammarError):
+class UnsupportedPattern(NoTableError):
     """A `pattern` outside what can be rewritten for the text between the quotes of a JSON string."""
 
 

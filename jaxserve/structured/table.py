@@ -23,7 +23,7 @@ class TokenTable:
     class_of_token: [V] uint8 or uint16. Class 0 is illegal everywhere, class C-1 holds the stop ids.
     masks: [M, W] uint32, W = ceil(V / 32); bit t % 32 of word t // 32 is set iff token t is legal.
     mask_of_state: [N] int32. The dead state allows everything: the row before it has rejected the draft already, and
-        no row may be empty.
+        no row may be empty. So does, for a request without stop ids, a state whose text is over.
     final: [N] bool, whether a stop id is legal. exhausted: [N] bool, whether nothing else is: the request may finish.
     forced: [N] int32, the token by which the tokenizer goes on where the grammar leaves one continuation in bytes,
         else -1.
@@ -116,7 +116,8 @@ def compile_table(
     class_of_token[list(stop_ids)] = stop_class
     final_all = np.append(final, [True, False])
     legal = transitions != dead
-    legal[dead] = True
+    goes_on = legal[:, :stop_class].any(axis=1)
+    legal[~legal.any(axis=1)] = True
     first, mask_of_state = group_rows(legal)
     if len(first) > limits.max_masks:
         raise LimitError(f"the table has {len(first)} masks, over the limit of {limits.max_masks}")
@@ -126,7 +127,7 @@ def compile_table(
         masks=_token_masks(legal[first], class_of_token),
         mask_of_state=mask_of_state.astype(np.int32),
         final=final_all,
-        exhausted=final_all & ~legal[:, :stop_class].any(axis=1),
+        exhausted=final_all & ~goes_on,
         forced=np.append(_forced(dfa, live, vocabulary, transitions, class_of_token), [-1, -1]).astype(np.int32),
     )
 
