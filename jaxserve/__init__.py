@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from jaxserve.sampling.adapter import AdapterLogitsProcessor
     from jaxserve.sampling.processor import BatchUpdate, LogitsProcessor, ProcessorConfig, Row
     from jaxserve.sampling_params import RepetitionDetection, RequestOutputKind, SamplingParams
+    from jaxserve.structured.config import StructuredOutputsConfig
+    from jaxserve.structured.params import StructuredOutputsParams
 
 _EXPORTS = {
     "LLM": "jaxserve.llm",
@@ -31,6 +33,8 @@ _EXPORTS = {
     "RequestOutputKind": "jaxserve.sampling_params",
     "Row": "jaxserve.sampling.processor",
     "SamplingParams": "jaxserve.sampling_params",
+    "StructuredOutputsConfig": "jaxserve.structured.config",
+    "StructuredOutputsParams": "jaxserve.structured.params",
 }
 __all__ = [
     "LLM",
@@ -49,6 +53,8 @@ __all__ = [
     "RequestOutputKind",
     "Row",
     "SamplingParams",
+    "StructuredOutputsConfig",
+    "StructuredOutputsParams",
 ]
 
 

@@ -13,6 +13,7 @@ from jaxserve.request import Request
 from jaxserve.sampling.registry import rows_of
 from jaxserve.sampling.sampler import Sampler
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.structured.manager import StructuredOutputs
 from models.base import Model
 
 Prompt = str | list[int] | dict[str, Any]
@@ -28,6 +29,7 @@ class Admission:
     vocab_size: int
     max_model_len: int
     seed: int
+    structured: StructuredOutputs
 
     def validate(self, prompt: Prompt, params: SamplingParams) -> tuple[str | None, list[int]]:
         """The prompt as (text or None, token ids). Raises ValueError naming field, value and range."""
@@ -44,6 +46,8 @@ class Admission:
         params.verify(self.vocab_size, self.max_model_len, len(token_ids), self.model.eos_token_ids)
         self._check_features(params)
         rows_of(self.sampler.processors, params)
+        if params.structured_outputs is not None:
+            self.structured.validate(params.structured_outputs)
         return text, [int(token) for token in token_ids]
 
     def requests(
@@ -60,7 +64,7 @@ class Admission:
         """The n sequences of a validated prompt, the number-th that the engine took."""
         _check_request(request_id, priority, cache_salt)
         seed = params.seed if params.seed is not None else _derive(self.seed, number)
-        return [
+        requests = [
             Request(
                 request_id=request_id if params.n == 1 else f"{request_id}#{index}",
                 prompt_token_ids=token_ids,
@@ -76,6 +80,10 @@ class Admission:
             )
             for index in range(params.n)
         ]
+        if params.structured_outputs is not None:
+            for request in requests:
+                request.constraint = self.structured.constraint(request, params.structured_outputs)
+        return requests
 
     def _check_features(self, params: SamplingParams) -> None:
         """What depends on how the engine was made."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -18,7 +18,9 @@ from jaxserve.sampling.thinking import Markers
 from jaxserve.scheduler import SchedulerConfig
 from jaxserve.speculative import SuffixProposer, Target, make_proposer, make_suffix_proposer
 from jaxserve.speculative.build import required_feature_layers
+from jaxserve.speculative.config import SpeculativeConfig
 from jaxserve.step import Parts
+from jaxserve.structured.config import StructuredOutputsConfig
 from models.base import Model
 from models.sharding import make_mesh
 
@@ -33,7 +35,7 @@ class Assembly:
     """Everything that is decided before anything is put on a device.
 
     draft_counts: every K that a step may have. suffix: drafts made on the host; those of the device are of
-    parts.proposer.
+    parts.proposer. structured: None where no request may have a grammar.
     """
 
     parts: Parts
@@ -44,6 +46,7 @@ class Assembly:
     draft_counts: tuple[int, ...]
     suffix: SuffixProposer | None
     keep_boundary_hidden: bool
+    structured: StructuredOutputsConfig | None
 
     @property
     def max_model_len(self) -> int:
@@ -70,11 +73,14 @@ def assemble(model: Model, tokenizer: Any | None, config: EngineConfig) -> Assem
         mesh=_mesh(config.tensor_parallel_size),
         proposer=proposer,
     )
-    drafts = 0 if speculation is None else speculation.max_drafts
+    structured = None if tokenizer is None else config.structured_outputs
+    if structured is not None and parts.sampler.markers is not None and not structured.enable_in_reasoning:
+        parts = replace(parts, grammar_marker=parts.sampler.markers.end)
+    draft_counts = _draft_counts(speculation, structured)
+    drafts = draft_counts[-1]
     has_draft_kv = proposer is not None and proposer.kv_bytes_per_block(config.block_size) > 0
     scheduler = _scheduler_config(config, max_model_len, drafts, drafts if has_draft_kv else 0)
     tile = scheduler.prefill_tile
-    draft_counts = (0,) if speculation is None else speculation.draft_counts
     if scheduler.max_num_batched_tokens < config.max_num_seqs * (1 + drafts) + tile:
         draft_counts = tuple(sorted({0, *draft_counts}))  # a step may have no room for drafts
     return Assembly(
@@ -87,13 +93,22 @@ def assemble(model: Model, tokenizer: Any | None, config: EngineConfig) -> Assem
             config.block_size,
             tile,
             config.tensor_parallel_size,
+            1 + drafts,
         ),
         num_blocks=config.num_blocks or _num_blocks(config, parts, max_model_len),
         vocab_size=vocab_size,
         draft_counts=draft_counts,
         suffix=suffix,
         keep_boundary_hidden=config.keep_boundary_hidden or (proposer is not None and proposer.needs_hidden),
+        structured=structured,
     )
+
+
+def _draft_counts(speculation: SpeculativeConfig | None, structured: StructuredOutputsConfig | None) -> tuple[int, ...]:
+    """Every K that a step may have: without speculation, drafts are what a grammar forces."""
+    if speculation is not None:
+        return speculation.draft_counts
+    return (0,) if structured is None or not structured.num_forced_tokens else (0, structured.num_forced_tokens)
 
 
 def _sampler(model: Model, tokenizer: Any | None, config: EngineConfig, max_model_len: int, vocab_size: int) -> Sampler:

@@ -15,12 +15,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from jaxserve.config import EngineConfig, ReasoningConfig
+from jaxserve.config import STRUCTURED_OUTPUTS, EngineConfig, ReasoningConfig
 from jaxserve.engine import EngineCore
 from jaxserve.llm import Prompt, parse_prompt
 from jaxserve.outputs import RequestOutput
 from jaxserve.sampling_params import RequestOutputKind, SamplingParams
 from jaxserve.speculative.config import SpeculativeConfig
+from jaxserve.structured.config import StructuredOutputsConfig
 
 
 class EngineDeadError(RuntimeError):
@@ -64,6 +65,7 @@ class AsyncEngine:
         logprobs_mode: str = "raw_logprobs",
         reasoning_config: ReasoningConfig | Mapping[str, Any] | None = None,
         speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
+        structured_outputs_config: StructuredOutputsConfig | Mapping[str, Any] | None = STRUCTURED_OUTPUTS,
         compilation_cache_dir: str | Path | None = None,
     ) -> None:
         config = EngineConfig(
@@ -87,6 +89,7 @@ class AsyncEngine:
             logprobs_mode=logprobs_mode,
             reasoning_config=reasoning_config,
             speculative_config=speculative_config,
+            structured_outputs_config=structured_outputs_config,
             compilation_cache_dir=compilation_cache_dir,
         )
         self._start(EngineCore.from_model(model, tokenizer, config))

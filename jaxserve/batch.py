@@ -24,6 +24,7 @@ from jaxserve.sampling.processor import LogitsProcessor
 from jaxserve.sampling.slots import move_own, use_of_history
 from jaxserve.sampling.thinking import Markers, section_start
 from jaxserve.sampling_params import MAX_STOP_IDS
+from jaxserve.structured.device import FREE, NO_TABLE, GrammarRow
 from models.base import Array
 from pallas_kernels import Filters
 
@@ -40,6 +41,7 @@ class SlotRow:
     filters: Filters
     penalties: Penalties
     thinking_budget: Array  # int32, -1 = none
+    grammar: GrammarRow  # given when it is compiled, by `set_grammar`
     num_logprobs: Array  # int32, of the most probable tokens; 0: of the sampled one alone; -1: none
     logprob_ids: Array  # [M] int32, -1 = none
     uses: Array  # [processors] bool
@@ -55,6 +57,7 @@ class BatchState:
     block_tables: Array  # [S, P] int32
     drafts: Array  # [S, K] int32, -1 = none
     section: Array  # [S] int32, where the open thinking section began, -1 = none
+    grammar_state: Array  # [S] int32, FREE = anything may follow
     use: TokenUse  # [S, ...], under tensor parallelism dealt out over the devices, as are
     draft_logits: Array | None  # [S, K, V] float32, what the drafts were drawn from; None where they are deterministic
     rows: SlotRow
@@ -71,6 +74,7 @@ def empty_row(processors: Sequence[LogitsProcessor], listed: int) -> SlotRow:
         filters=Filters(np.float32(0), np.float32(0), np.int32(0), np.float32(1)),
         penalties=Penalties(np.float32(1), np.float32(0), np.float32(0)),
         thinking_budget=np.int32(-1),
+        grammar=GrammarRow(np.int32(NO_TABLE), np.int32(FREE)),
         num_logprobs=np.int32(-1),
         logprob_ids=np.full(listed, -1, np.int32),
         uses=np.zeros(len(processors), bool),
@@ -92,6 +96,7 @@ def empty_batch(
         block_tables=full(0, jnp.int32, pages),
         drafts=full(-1, jnp.int32, drafts),
         section=full(-1, jnp.int32),
+        grammar_state=full(FREE, jnp.int32),
         use=empty_use(num_slots, vocab, history),
         draft_logits=full(0, jnp.float32, drafts, vocab) if draft_logits else None,
         rows=jax.tree.map(lambda x: jnp.broadcast_to(x, (num_slots, *np.shape(x))), row),
@@ -109,6 +114,7 @@ def fill_slot(
         active=state.active.at[slot].set(True),
         drafts=state.drafts.at[slot].set(-1),
         section=state.section.at[slot].set(section),
+        grammar_state=state.grammar_state.at[slot].set(FREE),
         use=use_of_history(mesh, state.use, slot, tokens, row.num_tokens, row.prompt_len),
         rows=jax.tree.map(lambda all_, one: all_.at[slot].set(one), state.rows, row),
     )
@@ -121,6 +127,16 @@ def move_slot(mesh: Mesh | None, state: BatchState, source: jax.Array, target: j
     rest = replace(state, use=nothing, draft_logits=None)
     moved = jax.tree.map(lambda x: x.at[target].set(x[source]), rest)
     return replace(moved, use=use, draft_logits=draft_logits)
+
+
+def set_grammar(state: BatchState, slot: jax.Array, grammar: GrammarRow, grammar_state: jax.Array) -> BatchState:
+    """Hold a slot to a grammar, in which its text stands at grammar_state."""
+    rows = jax.tree.map(lambda all_, one: all_.at[slot].set(one), state.rows.grammar, grammar)
+    return replace(
+        state,
+        rows=replace(state.rows, grammar=rows),
+        grammar_state=state.grammar_state.at[slot].set(grammar_state),
+    )
 
 
 def set_block_tables(state: BatchState, slots: jax.Array, tables: jax.Array) -> BatchState:

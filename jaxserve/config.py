@@ -8,9 +8,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxserve.structured.config import StructuredOutputsConfig
+
 if TYPE_CHECKING:
     from jaxserve.speculative.config import SpeculativeConfig
 
+STRUCTURED_OUTPUTS = StructuredOutputsConfig()  # as it is unless the engine is told otherwise
 _POLICIES = ("fcfs", "priority")
 _DTYPES = ("auto", "float32", "bfloat16")
 LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits", "model_logprobs")
@@ -80,7 +83,11 @@ class EngineConfig:
         sampling request are relative to the largest). Prompts have only the raw kinds.
     speculative_config: how drafts are made and verified, a SpeculativeConfig or a dict of its fields
         (jaxserve.speculative.config). None: one token a step.
-    reasoning_config: the marker sequences of thinking sections, a ReasoningConfig or a dict of its fields.
+    reasoning_config: the marker sequences of thinking sections, a ReasoningConfig or a dict of its fields. The grammar
+        of a request begins after such a section, unless structured_outputs_config says otherwise.
+    structured_outputs_config: limits and habits of structured output, a StructuredOutputsConfig or a dict of its fields
+        (jaxserve.structured.config). None: there is none, and its programs are not compiled; so it is without a
+        tokenizer.
     compilation_cache_dir: JAX's persistent compilation cache; None: ~/.cache/jaxserve, "" = off; a directory already
         set in JAX's own configuration wins.
     """
@@ -105,6 +112,7 @@ class EngineConfig:
     logprobs_mode: str = "raw_logprobs"
     reasoning_config: ReasoningConfig | Mapping[str, Any] | None = None
     speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None
+    structured_outputs_config: StructuredOutputsConfig | Mapping[str, Any] | None = STRUCTURED_OUTPUTS
     compilation_cache_dir: str | Path | None = None
 
     def __post_init__(self) -> None:
@@ -130,6 +138,7 @@ class EngineConfig:
                 f"reasoning_config is {self.reasoning_config!r}; it must be a ReasoningConfig, a dict or None"
             )
         self.speculation  # noqa: B018  (checked)
+        self.structured_outputs  # noqa: B018  (checked)
         if not isinstance(self.compilation_cache_dir, str | Path | None):
             raise ValueError(f"compilation_cache_dir is {self.compilation_cache_dir!r}; it must be a path, '' or None")
         for name in ("enable_prefix_caching", "enable_chunked_prefill", "keep_boundary_hidden"):
@@ -153,6 +162,18 @@ class EngineConfig:
             )
         return self.speculative_config
 
+    @cached_property
+    def structured_outputs(self) -> StructuredOutputsConfig | None:
+        """structured_outputs_config, checked."""
+        value = self.structured_outputs_config
+        if isinstance(value, Mapping):
+            return StructuredOutputsConfig.from_dict(value)
+        if not isinstance(value, StructuredOutputsConfig | None):
+            raise ValueError(
+                f"structured_outputs_config is {value!r}; it must be a StructuredOutputsConfig, a dict or None"
+            )
+        return value
+
 
 def _one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
     if value not in choices:
@@ -171,7 +192,8 @@ class Buckets:
     slots: leading slots a decode runs over. pages: context, in pages, that a decode's attention runs over.
     prefill_tiles, prefill_pages: the same of a prefill of tiles of `tile` tokens; score_tiles: where the prompt's own
     log-probabilities are wanted.
-    history: lengths a slot's history is uploaded in. table_rows: block-table rows changed at once.
+    history: lengths a slot's history is uploaded in. table_rows: block-table rows changed at once. mask_rows: masks
+    made on the host that are sent at once.
     """
 
     slots: tuple[int, ...]
@@ -181,15 +203,22 @@ class Buckets:
     prefill_pages: tuple[int, ...]
     history: tuple[int, ...]
     table_rows: tuple[int, ...]
+    mask_rows: tuple[int, ...]
     tile: int
 
 
 def make_buckets(
-    max_num_seqs: int, max_model_len: int, max_num_batched_tokens: int, block_size: int, tile: int, devices: int = 1
+    max_num_seqs: int,
+    max_model_len: int,
+    max_num_batched_tokens: int,
+    block_size: int,
+    tile: int,
+    devices: int = 1,
+    positions: int = 1,
 ) -> Buckets:
     """Small lists: a factor of two between neighbours where a too large bucket costs time, four where it does not.
 
-    Slots come in multiples of `devices`, which share the last step.
+    Slots come in multiples of `devices`, which share the last step. positions: 1 + K, at most.
     """
     pages = -(-max_model_len // block_size)
     context = max(1, 64 // block_size)
@@ -201,6 +230,7 @@ def make_buckets(
         prefill_pages=_ladder(max(1, 128 // block_size), pages, 4),
         history=_ladder(64, max_model_len, 4),
         table_rows=_ladder(8, max_num_seqs, 4),
+        mask_rows=_ladder(4, max_num_seqs * positions, 4),
         tile=tile,
     )
 

@@ -17,12 +17,15 @@ from jaxserve.kv_manager import KVCacheManager
 from jaxserve.output_processor import OutputProcessor
 from jaxserve.outputs import RequestOutput
 from jaxserve.programs import use_persistent_cache
-from jaxserve.request import RequestStatus
+from jaxserve.request import Request, RequestStatus
 from jaxserve.runner import Collected, InFlight, Runner
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler import Scheduler, SchedulerOutput, SchedulerStats
 from jaxserve.speculative.speculation import Speculation
 from jaxserve.speculative.stats import SpecDecodingStats
+from jaxserve.structured.dfa import GrammarError
+from jaxserve.structured.forced import ForcedTokens
+from jaxserve.structured.manager import StructuredOutputs
 from models.base import Model
 
 
@@ -33,6 +36,7 @@ class EngineStats:
     scheduler: queues, pool, preemptions, prefix hits. host_seconds: time the host worked on `num_steps` steps, its
     waiting for the device (`wait_seconds`) not counted; dispatch_seconds: the part of it that started programs.
     compilations: programs compiled after warm-up. tokens: output tokens collected. speculation: what became of drafts.
+    grammar_violations: outputs that left their grammar, each of which would be a fault of jaxserve.
     """
 
     scheduler: SchedulerStats
@@ -43,6 +47,7 @@ class EngineStats:
     compilations: int
     tokens: int
     speculation: SpecDecodingStats
+    grammar_violations: int
 
 
 class EngineCore:
@@ -58,9 +63,13 @@ class EngineCore:
         self.kv = KVCacheManager(pool, config.block_size, config.watermark)
         self._speculation = Speculation(config.speculation, made.draft_counts, made.buckets.slots)
         self._suffix = made.suffix
-        self.scheduler = Scheduler(made.scheduler, self.kv, self._speculation.drafts_for)
+        self.scheduler = Scheduler(made.scheduler, self.kv, self._drafts_for)
+        sampler = made.parts.sampler
+        self._structured = StructuredOutputs(tokenizer, self.model.vocab_size, made.structured, sampler.markers)
+        self._forced = ForcedTokens(made.draft_counts if config.speculation is None else (0,), made.buckets.slots)
+        self._compiling: list[Request] = []
         self._admission = Admission(
-            self.model, tokenizer, made.parts.sampler, self.vocab_size, self.max_model_len, config.seed
+            self.model, tokenizer, sampler, self.vocab_size, self.max_model_len, config.seed, self._structured
         )
         self.runner = Runner(
             made.parts,
@@ -73,12 +82,13 @@ class EngineCore:
             draft_counts=made.draft_counts,
             suffix=made.suffix,
             draft_logits=config.speculation is not None and config.speculation.probabilistic,
+            grammar_bytes=0 if made.structured is None else made.structured.pool_bytes,
             params=params,
         )
         self._outputs = OutputProcessor(tokenizer)
         self._pending: list[RequestOutput] = []  # made between steps, by aborts
         self._in_flight: InFlight | None = None
-        self._num_requests = self._num_steps = self._num_tokens = 0
+        self._num_requests = self._num_steps = self._num_tokens = self._grammar_violations = 0
         self._host_seconds = self._dispatch_seconds = self._wait_seconds = 0.0
 
     @classmethod
@@ -144,6 +154,8 @@ class EngineCore:
         for index, request in enumerate(requests):
             parent = None if params.n == 1 else request_id
             self._outputs.add(request.request_id, text, token_ids, params, arrival, parent_id=parent, index=index)
+        if params.structured_outputs is not None:
+            self._compiling += requests
         self._num_requests += 1
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -159,34 +171,75 @@ class EngineCore:
     # ---- steps ----
 
     def step(self) -> list[RequestOutput]:
-        """Start the next step on the device, then take in the one before it."""
+        """Start the next step on the device, and take in the one before it: while the device computes logits where the
+        host has to make masks of them, else once everything is started."""
         started = time.perf_counter()
+        outputs, self._pending = self._pending, []
+        outputs += self._drop_uncompiled()
         scheduled = self.scheduler.schedule()
         before = time.perf_counter()
-        dispatched = self.runner.dispatch(scheduled)
-        self._dispatch_seconds += time.perf_counter() - before
+        flight = self.runner.start(scheduled)
         self.scheduler.after_dispatch(scheduled)
-        previous, self._in_flight = self._in_flight, dispatched
-        outputs, self._pending = self._pending, []
+        self._dispatch_seconds += time.perf_counter() - before
+        previous, self._in_flight = self._in_flight, flight
         waited = 0.0
-        if previous is not None:
-            before = time.perf_counter()
-            collected = self.runner.collect(previous)
-            waited = time.perf_counter() - before
-            outputs += self._update(previous.scheduled, collected)
-        elif dispatched is None and self.scheduler.has_unfinished():
+        if flight is None or not flight.matched:
+            self._sample(flight)
+            waited = self._collect(previous, outputs)
+        else:
+            waited = self._collect(previous, outputs)
+            outputs += self._sample(flight)
+        if flight is None and previous is None and self.scheduler.has_unfinished():
             time.sleep(0.001)  # everyone waits for something outside, a grammar being compiled
         self._num_steps += 1
         self._wait_seconds += waited
         self._host_seconds += time.perf_counter() - started - waited
         return outputs
 
+    def _sample(self, flight: InFlight | None) -> list[RequestOutput]:
+        """The rest of a started step; the outputs of requests whose masks could not be made."""
+        if flight is None:
+            return []
+        before = time.perf_counter()
+        errors = self.runner.sample(flight)
+        self._dispatch_seconds += time.perf_counter() - before
+        failed = [(request, errors[request.request_id]) for _, request in flight.rows if request.request_id in errors]
+        return [output for request, message in failed for output in self._fail(request, message)]
+
+    def _collect(self, flight: InFlight | None, outputs: list[RequestOutput]) -> float:
+        """Take in a step, add what it gives to `outputs`; the seconds that the device kept us waiting."""
+        if flight is None:
+            return 0.0
+        before = time.perf_counter()
+        collected = self.runner.collect(flight)
+        waited = time.perf_counter() - before
+        self._follow(flight, collected)
+        outputs += self._update(flight.scheduled, collected)
+        return waited
+
+    def _follow(self, flight: InFlight, collected: Collected) -> None:
+        """Tell matchers what was said."""
+        for _, request in flight.matched:
+            if request.status.is_finished or request.constraint is None:
+                continue
+            try:
+                request.constraint.accept(collected.tokens[request.request_id])
+            except GrammarError as error:
+                collected.errors[request.request_id] = f"structured_outputs: {error}"
+                collected.num_violations += 1
+            if request.constraint.is_exhausted:
+                collected.complete.add(request.request_id)
+        self._grammar_violations += collected.num_violations
+
     def _update(self, scheduled: SchedulerOutput, collected: Collected) -> list[RequestOutput]:
         windows = [(drafts, len(collected.tokens[name])) for name, drafts in collected.num_drafts.items()]
-        self._speculation.observe(windows, scheduled.num_positions - 1, not scheduled.prefill)
+        drafts = scheduled.num_positions - 1
+        self._speculation.observe(windows, drafts, not scheduled.prefill)
+        self._forced.observe((emitted for _, emitted in windows), drafts, not scheduled.prefill)
         lengths = {r.request_id: len(r.output_token_ids) for r in scheduled.decode}
         outputs = []
-        for request in self.scheduler.update_from_output(scheduled, collected.tokens, collected.errors):
+        touched = self.scheduler.update_from_output(scheduled, collected.tokens, collected.errors, collected.complete)
+        for request in touched:
             new = request.output_token_ids[lengths[request.request_id] :]
             self._num_tokens += len(new)
             result = self._outputs.process(request, new, collected.logprobs.get(request.request_id))
@@ -198,6 +251,30 @@ class EngineCore:
             if result.output is not None:
                 outputs.append(result.output)
         return outputs + self._outputs.flush()
+
+    def _drafts_for(self, num_running: int) -> int:
+        """K for a step of so many requests."""
+        if self.config.speculation is not None:
+            return self._speculation.drafts_for(num_running)
+        return self._forced.drafts_for(num_running, any(r.constraint is not None for r in self.scheduler.running))
+
+    def _drop_uncompiled(self) -> list[RequestOutput]:
+        """End the requests whose grammar turned out not to compile."""
+        if not self._compiling:
+            return []
+        done = [r for r in self._compiling if not r.awaits_grammar or r.status.is_finished]
+        self._compiling = [r for r in self._compiling if r not in done]
+        failed = [(r, r.constraint.error) for r in done if r.constraint is not None and not r.awaits_grammar]
+        return [output for request, error in failed if error is not None for output in self._fail(request, error)]
+
+    def _fail(self, request: Request, message: str) -> list[RequestOutput]:
+        """End a request with an error."""
+        if request.status.is_finished:
+            return []
+        request.error = message
+        self.scheduler.finish(request, RequestStatus.FINISHED_ERROR)
+        output = self._outputs.process(request, [], None).output
+        return [] if output is None else [output]
 
     def warmup(self, progress: bool = True) -> None:
         """Compile everything that any traffic can ask for; afterwards `num_compilations` stays 0."""
@@ -219,6 +296,7 @@ class EngineCore:
             compilations=self.num_compilations,
             tokens=self._num_tokens,
             speculation=self._speculation.stats,
+            grammar_violations=self._grammar_violations,
         )
 
     def shutdown(self) -> None:
@@ -227,6 +305,7 @@ class EngineCore:
         if self._in_flight is not None:
             self.runner.collect(self._in_flight)
             self._in_flight = None
+        self._structured.shutdown()
 
 
 def _protocol_members() -> list[str]:

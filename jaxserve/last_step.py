@@ -18,30 +18,59 @@ from jaxserve.sampling.thinking import sections_of_window
 from jaxserve.speculative.continuation import Continuation, drafts_of_continuation
 from jaxserve.speculative.proposer import ProposeContext
 from jaxserve.step import Hidden, Parts, Weights, view_of, window_positions
+from jaxserve.structured.device import (
+    EXHAUSTED,
+    ON_HOST,
+    GrammarRow,
+    Grammars,
+    after_token,
+    allowed_words,
+    flags,
+    forced_tokens,
+    legal_prefix,
+    states_of_window,
+)
 from models.base import Array
 
 
 @struct.dataclass
 class StepOutput:
     """What the host learns. tokens [B, 1+K] int32, -1 after the last; n_emitted, n_drafts [B] int32, how many of them
-    there are and how many drafts were verified; finite [B] bool; logprobs of [B, 1+K]."""
+    there are and how many drafts were verified; finite [B] bool; logprobs of [B, 1+K]; grammar [B] int32, the flags of
+    the states that the texts are in (structured.device)."""
 
     tokens: Array
     n_emitted: Array
     n_drafts: Array
     finite: Array
     logprobs: Logprobs | None  # None once it is known that nobody asked
+    grammar: Array | None  # None where no request of the batch has one
 
 
 def sample(
-    parts: Parts, shaped: bool, drafts: int, state: BatchState, logits: jax.Array, run: jax.Array
+    parts: Parts,
+    shaped: bool,
+    drafts: int,
+    state: BatchState,
+    logits: jax.Array,
+    run: jax.Array,
+    grammars: Grammars | None = None,
 ) -> tuple[BatchState, StepOutput]:
-    """One token for every slot that runs, or as many as its first `drafts` drafts were right about."""
+    """One token for every slot that runs, or as many as its first `drafts` drafts were right about.
+
+    grammars: None states that no request of the batch has one.
+    """
     b = len(run)
     rows = jax.tree.map(lambda x: x[:b], state.rows)
     run = run & state.active[:b]
     used, _ = window_positions(view_of(state), run, drafts)
     window = Window(rows, state.tokens[:b], state.drafts[:b, :drafts], used, state.section[:b])
+    if grammars is not None:
+        with jax.named_scope("grammar"):
+            states = _grammar_states(parts, grammars, window, state.grammar_state[:b])
+            words = allowed_words(grammars, rows.grammar.classes, states)
+            used = used & legal_prefix(words, window.drafts)
+            window = replace(window, used=used, allowed=words)
     own = (state.use,) if state.draft_logits is None else (state.use, state.draft_logits)
 
     def verify(logits: jax.Array, window: Window, use: Any, draft_logits: jax.Array | None = None) -> Any:
@@ -52,10 +81,17 @@ def sample(
     with jax.named_scope("sample"):
         emitted = deal_slots(parts.mesh, verify, logits, window, *own)
     with jax.named_scope("commit"):
-        tokens, done = _stop(emitted.tokens, rows, emitted.finite)
+        exhausted = found = None
+        if grammars is not None:
+            history = _history_with(window, emitted.tokens)
+            following = _states_after(parts, grammars, window, states, history)
+            exhausted = flags(grammars.arena, following) == EXHAUSTED
+        tokens, done = _stop(emitted.tokens, rows, emitted.finite, exhausted)
         state = _commit(parts, state, tokens, rows, run & done)
+        if grammars is not None:
+            state, found = _commit_grammar(state, grammars, rows, following, tokens)
     counts = jnp.sum(tokens >= 0, axis=1), jnp.sum(used[:, 1:], axis=1)
-    return state, StepOutput(tokens, *counts, emitted.finite | ~run, emitted.logprobs)
+    return state, StepOutput(tokens, *counts, emitted.finite | ~run, emitted.logprobs, found)
 
 
 def propose(
@@ -102,22 +138,88 @@ def propose_context(
 def continue_with(parts: Parts, drafts: int, state: BatchState, expected: Continuation, run: jax.Array) -> BatchState:
     """Drafts [B, K] that the host made before it knew the newest tokens, as far as these are what it expected."""
     context = propose_context(state, jnp.ones(len(run), jnp.int32), run, 1, None)
-    return _with_drafts(parts, state, drafts_of_continuation(context, expected, drafts), None)
+    made = drafts_of_continuation(context, expected, drafts)
+    there = state.drafts[: len(run), :drafts]
+    on_host = (state.rows.grammar.classes[: len(run)] == ON_HOST)[:, None]  # the host knows what the grammar forces
+    return _put_drafts(state, _joined(jnp.where(on_host, made, there), jnp.where(on_host, there, made)))
 
 
 def _with_drafts(parts: Parts, state: BatchState, drafts: jax.Array, logits: jax.Array | None) -> BatchState:
-    b, k = drafts.shape
-    put = state.drafts.at[:b].set(-1).at[:b, :k].set(drafts)
+    """The batch with a proposal, drafts [B, K], behind those that a grammar forced."""
+    forced = state.drafts[: len(drafts), : drafts.shape[1]]
+    state = _put_drafts(state, _joined(forced, drafts))
     if logits is None or state.draft_logits is None:
-        return replace(state, drafts=put)
-    return replace(state, drafts=put, draft_logits=put_slots(parts.mesh, state.draft_logits, logits))
+        return state
+    certain = jnp.where(jnp.arange(logits.shape[-1]) == forced[..., None], 0.0, -jnp.inf)
+    logits = jnp.where((forced >= 0)[..., None], certain, logits)
+    return replace(state, draft_logits=put_slots(parts.mesh, state.draft_logits, logits))
 
 
-def _stop(tokens: jax.Array, rows: Any, finite: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cut tokens [B, 1+K] after the first stop id and at the length limit; which slots are done."""
+def _joined(first: jax.Array, then: jax.Array) -> jax.Array:
+    """Drafts `first` [B, K], with those of `then` behind them where these begin in the same way."""
+    agrees = jnp.all((first < 0) | (then == first), axis=1, keepdims=True)
+    return jnp.where(agrees & (first < 0), then, first)
+
+
+def _put_drafts(state: BatchState, drafts: jax.Array) -> BatchState:
+    b, k = drafts.shape
+    return replace(state, drafts=state.drafts.at[:b].set(-1).at[:b, :k].set(drafts))
+
+
+def _grammar_states(parts: Parts, grammars: Grammars, window: Window, state: jax.Array) -> jax.Array:
+    """[B, 1+K] int32, in which state of its grammar each row is drawn."""
+
+    def slot(row: GrammarRow, state: jax.Array, history: jax.Array, num: jax.Array) -> jax.Array:
+        return states_of_window(grammars.arena, parts.grammar_marker, row, state, history, num, drafts)
+
+    drafts = window.drafts.shape[1]
+    rows = window.rows
+    return jax.vmap(slot)(rows.grammar, state, window.history_with_drafts(), rows.num_tokens)
+
+
+def _states_after(parts: Parts, grammars: Grammars, window: Window, states: jax.Array, history: jax.Array) -> jax.Array:
+    """[B, 1+K] int32, the state after each emitted token, from those before the rows that emitted them."""
+
+    def one(row: GrammarRow, state: jax.Array, history: jax.Array, num: jax.Array) -> jax.Array:
+        return after_token(grammars.arena, parts.grammar_marker, row, state, history, num)
+
+    of_rows = jax.vmap(one, in_axes=(None, 0, None, 0))
+    return jax.vmap(of_rows)(window.rows.grammar, states, history, window.num_tokens + 1)
+
+
+def _commit_grammar(
+    state: BatchState, grammars: Grammars, rows: Any, following: jax.Array, tokens: jax.Array
+) -> tuple[BatchState, jax.Array]:
+    """The batch with its new states and the drafts that these force; the states' flags [B]."""
+    b, k = len(tokens), state.drafts.shape[1]
+    emitted = jnp.sum(tokens >= 0, axis=1)
+    last = jnp.take_along_axis(following, jnp.maximum(emitted - 1, 0)[:, None], axis=1)[:, 0]
+    new = jnp.where(emitted > 0, last, state.grammar_state[:b])
+    forced = forced_tokens(grammars.arena, rows.grammar.classes, new, k)
+    room = rows.max_tokens_total - rows.num_tokens - emitted - 1
+    usable = (state.active[:b] & (emitted > 0))[:, None] & (jnp.arange(k) < room[:, None])
+    state = replace(
+        state,
+        grammar_state=state.grammar_state.at[:b].set(new),
+        drafts=state.drafts.at[:b].set(jnp.where(usable, forced, -1)),
+    )
+    return state, flags(grammars.arena, new)
+
+
+def _history_with(window: Window, tokens: jax.Array) -> jax.Array:
+    """[B, L], the histories with emitted tokens [B, 1+K] behind them; what does not fit is dropped."""
+    at = jnp.where(tokens >= 0, window.num_tokens, window.history.shape[1])
+    return window.history.at[jnp.arange(len(tokens))[:, None], at].set(tokens, mode="drop")
+
+
+def _stop(tokens: jax.Array, rows: Any, finite: jax.Array, exhausted: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Cut tokens [B, 1+K] after the first stop id, where the grammar leaves nothing more to say, and at the length
+    limit; which slots are done. exhausted: [B, 1+K] bool, the grammar's state after each token, or None."""
     width = tokens.shape[1]
     room = (rows.max_tokens_total - rows.num_tokens)[:, None]
     stops = jnp.any(tokens[:, :, None] == rows.stop_ids[:, None, :], axis=-1) & (tokens >= 0)  # [B, 1+K]
+    if exhausted is not None:
+        stops |= exhausted & (tokens >= 0)
     stopped_before = jnp.cumsum(stops, axis=1) - stops > 0
     tokens = jnp.where(stopped_before | (jnp.arange(width) >= room), -1, tokens)
     full = jnp.sum(tokens >= 0, axis=1) >= room[:, 0]

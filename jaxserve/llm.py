@@ -15,11 +15,12 @@ from typing import Any
 
 from tqdm import tqdm
 
-from jaxserve.config import EngineConfig, ReasoningConfig
+from jaxserve.config import STRUCTURED_OUTPUTS, EngineConfig, ReasoningConfig
 from jaxserve.engine import EngineCore
 from jaxserve.outputs import RequestOutput
 from jaxserve.sampling_params import RequestOutputKind, SamplingParams
 from jaxserve.speculative.config import SpeculativeConfig
+from jaxserve.structured.config import StructuredOutputsConfig
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
@@ -62,6 +63,7 @@ class LLM:
         logprobs_mode: str = "raw_logprobs",
         reasoning_config: ReasoningConfig | Mapping[str, Any] | None = None,
         speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
+        structured_outputs_config: StructuredOutputsConfig | Mapping[str, Any] | None = STRUCTURED_OUTPUTS,
         compilation_cache_dir: str | Path | None = None,
     ) -> None:
         config = EngineConfig(
@@ -85,6 +87,7 @@ class LLM:
             logprobs_mode=logprobs_mode,
             reasoning_config=reasoning_config,
             speculative_config=speculative_config,
+            structured_outputs_config=structured_outputs_config,
             compilation_cache_dir=compilation_cache_dir,
         )
         self.engine = EngineCore.from_model(model, tokenizer, config)

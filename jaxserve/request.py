@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxserve.prompt_scores import PromptScores
     from jaxserve.sampling_params import SamplingParams
+    from jaxserve.structured.constraint import Constraint
 
 
 class RequestStatus(enum.Enum):
@@ -49,10 +49,10 @@ class Request:
     priority: int = 0  # lower is served first
     arrival_time: float = field(default_factory=time.time)
     cache_salt: str | None = None
-    grammar_ready: Callable[[], bool] | None = None
     seed: int = 0
     processor_rows: tuple[Any, ...] = ()  # its parameters for each logits processor, None where it does not use one
     scores: PromptScores | None = None  # where the log-probabilities of the prompt are wanted
+    constraint: Constraint | None = None  # where the output is held to a grammar
 
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(init=False, default_factory=list)
@@ -95,6 +95,11 @@ class Request:
     def is_prefilling(self) -> bool:
         """Whether known tokens other than the last one still lack KV."""
         return self.num_computed_tokens < len(self.token_ids) - 1
+
+    @property
+    def awaits_grammar(self) -> bool:
+        """Whether it cannot decode yet, because its grammar is still being compiled."""
+        return self.constraint is not None and not self.constraint.is_ready
 
     def append_token(self, token: int) -> None:
         self.output_token_ids.append(token)

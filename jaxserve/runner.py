@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -26,8 +26,10 @@ from jaxserve.scheduler import PrefillChunk, SchedulerOutput
 from jaxserve.slot_table import SlotTable
 from jaxserve.speculative.continuation import empty_continuation
 from jaxserve.speculative.suffix import SuffixProposer
-from jaxserve.step import Cache, Parts, PrefillPlan, Weights, view_of
+from jaxserve.step import Cache, Hidden, Parts, PrefillPlan, Weights, view_of
 from jaxserve.step_programs import StepPrograms
+from jaxserve.structured.device import DEAD, EXHAUSTED
+from jaxserve.structured.tables import GrammarTables
 from models.base import ForwardInputs
 from pallas_kernels import Filters
 
@@ -51,22 +53,35 @@ class Tile:
 
 @dataclass
 class InFlight:
-    """A dispatched step: who sits in which row, and the device values that will say what they got."""
+    """A step on its way: who sits in which row, and the device values that will say what they got.
+
+    run, logits, hidden: what `sample` needs of `start`. output: once it is sampled.
+    """
 
     scheduled: SchedulerOutput
     rows: list[tuple[int, Request]]
-    output: StepOutput | None
     scores: list[tuple[list[Tile], Logprobs]]
+    run: np.ndarray
+    logits: jax.Array | None = None
+    hidden: Hidden | None = None
+    output: StepOutput | None = None
+
+    @property
+    def matched(self) -> list[tuple[int, Request]]:
+        """The rows whose masks the host makes, once it knows the tokens of the step before."""
+        return [(row, r) for row, r in self.rows if r.constraint is not None and r.constraint.is_on_host]
 
 
 @dataclass
 class Collected:
     """A step's results on the host, by request id."""
 
-    tokens: dict[str, list[int]]
-    logprobs: dict[str, list[TokenLogprobs]]  # of requests that want them, one for each of their tokens
-    errors: dict[str, str]
-    num_drafts: dict[str, int]  # verified
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)  # where wanted, one for each token
+    errors: dict[str, str] = field(default_factory=dict)
+    num_drafts: dict[str, int] = field(default_factory=dict)  # verified
+    complete: set[str] = field(default_factory=set)  # whose grammar leaves nothing more to say
+    num_violations: int = 0  # of a grammar: faults of this program
 
 
 class Runner:
@@ -85,10 +100,12 @@ class Runner:
         draft_counts: tuple[int, ...] = (0,),
         suffix: SuffixProposer | None = None,
         draft_logits: bool = False,
+        grammar_bytes: int = 0,
         params: Any = None,
     ) -> None:
         """draft_counts: every K that may be scheduled. suffix: drafts made on the host. draft_logits: drafts are drawn.
-        params: the model's, where they are loaded already."""
+        grammar_bytes: memory for grammars' tables; 0: no request has a grammar. params: the model's, where they are
+        loaded already."""
         self.parts, self.buckets, self._kv_manager = parts, buckets, kv_manager
         self.model, self.sampler, mesh = parts.model, parts.sampler, parts.mesh
         self._block_size, self._suffix, self._max_drafts = block_size, suffix, draft_counts[-1]
@@ -109,7 +126,21 @@ class Runner:
         self.cache = Cache(kv=kv, boundary=boundary, draft_kv=draft_kv, block_size=block_size)
         self.slots = SlotTable()
         weights, cache, state = jax.tree.map(_abstract, (self.weights, self.cache, self.batch))
-        self._step_programs = StepPrograms(parts, buckets, weights, cache, state, draft_counts, suffix is not None)
+        self.grammars = None
+        if grammar_bytes:
+            self.grammars = GrammarTables(grammar_bytes, slots, self._max_drafts, vocab, self._place)
+        # Probabilistic drafts come with what they were drawn from, which the host cannot add to.
+        self._host_forced = grammar_bytes > 0 and self._max_drafts > 0 and not draft_logits
+        self._step_programs = StepPrograms(
+            parts,
+            buckets,
+            weights,
+            cache,
+            state,
+            draft_counts,
+            host_drafts=suffix is not None or self._host_forced,
+            grammars=None if self.grammars is None else jax.tree.map(_abstract, self.grammars.values),
+        )
         self.programs = Programs(self._step_programs.program)
 
     @property
@@ -119,25 +150,41 @@ class Runner:
 
     # ---- one step ----
 
-    def dispatch(self, scheduled: SchedulerOutput) -> InFlight | None:
-        """Start what was scheduled; None when that is nothing."""
+    def start(self, scheduled: SchedulerOutput) -> InFlight | None:
+        """Start what was scheduled, up to the logits; None when that is nothing."""
         self._update_slots(scheduled.admitted)
         if scheduled.block_table_changes:
             self._send_block_tables(scheduled.block_table_changes)
         scores = self._prefill(scheduled.prefill)
         rows = [(r.slot, r) for r in scheduled.decode if r.slot is not None]
-        if not rows:
-            return InFlight(scheduled, rows, None, scores) if scheduled.prefill else None
-        output = self._decode(rows, scheduled.num_positions - 1, scheduled.next_drafts)
-        if not any(request.sampling_params.wants_logprobs for _, request in rows):
+        if not rows and not scheduled.prefill:
+            return None
+        if self.grammars is not None:
+            self._hold_to_grammars(self.grammars, rows)
+        run = np.zeros(bucket(self.buckets.slots, len(self.slots.requests)), bool)
+        run[[row for row, _ in rows]] = True
+        flight = InFlight(scheduled, rows, scores, run)
+        if rows:
+            self._forward(flight)
+        return flight
+
+    def sample(self, flight: InFlight) -> dict[str, str]:
+        """From the logits on; never waits where no masks are made on the host. Returns the errors of those masks, by
+        request id: the step goes on without them."""
+        if not flight.rows:
+            return {}
+        errors = {} if self.grammars is None else self._send_masks(self.grammars, flight)
+        output = self._sample(flight)
+        if not any(request.sampling_params.wants_logprobs for _, request in flight.rows):
             output = replace(output, logprobs=None)
         for array in jax.tree.leaves(output):
             array.copy_to_host_async()
-        return InFlight(scheduled, rows, output, scores)
+        flight.output, flight.logits, flight.hidden = output, None, None
+        return errors
 
     def collect(self, flight: InFlight) -> Collected:
-        """Wait for a dispatched step and read it."""
-        collected = Collected({}, {}, {}, {})
+        """Wait for a sampled step and read it."""
+        collected = Collected()
         for tiles, found in flight.scores:
             _take_scores(tiles, found)
         if flight.output is None:
@@ -156,11 +203,15 @@ class Runner:
                 ]
             if not finite[row]:
                 collected.errors[request.request_id] = self._reason(request)
+        if output.grammar is not None:
+            _take_grammar_flags(flight, output.grammar.tolist(), collected)
         return collected
 
     # ---- slots ----
 
     def _update_slots(self, admitted: Sequence[Request]) -> None:
+        if self.grammars is not None:
+            self.grammars.release()
         changes = self.slots.update(admitted)
         for request in changes.added:
             width = bucket(self.buckets.history, request.num_tokens)
@@ -231,21 +282,30 @@ class Runner:
             self.weights, self.cache, view_of(self.batch), PrefillPlan(*plan)
         )
 
-    def _decode(self, rows: list[tuple[int, Request]], drafts: int, next_drafts: int) -> StepOutput:
-        """Verify `drafts` drafts of each row's request, and make `next_drafts` for the step after."""
-        run = np.zeros(bucket(self.buckets.slots, len(self.slots.requests)), bool)
-        run[[row for row, _ in rows]] = True
-        slots = len(run)
-        if self._suffix is not None and drafts:
-            self._continue(self._suffix, rows, run, drafts)
+    def _forward(self, flight: InFlight) -> None:
+        """Logits of each row's newest token and of the drafts to be verified."""
+        scheduled, rows, run = flight.scheduled, flight.rows, flight.run
+        drafts = scheduled.num_positions - 1
+        if drafts:
+            self._send_drafts(rows, run, drafts)
         # This step's own positions are in flight already.
         longest = max(r.num_tokens + r.num_in_flight for _, r in rows)
-        self.cache, logits, hidden = self.programs["forward", slots, self._pages(longest - 1), drafts](
+        key = "forward", len(run), self._pages(longest - 1), drafts
+        self.cache, flight.logits, flight.hidden = self.programs[key](
             self.weights, self.cache, view_of(self.batch), run
         )
+
+    def _sample(self, flight: InFlight) -> StepOutput:
+        """Tokens, and drafts for the step after."""
+        scheduled, run, hidden = flight.scheduled, flight.run, flight.hidden
+        drafts, next_drafts, slots = scheduled.num_positions - 1, scheduled.next_drafts, len(flight.run)
         shaped = any(request.is_shaped for request in self.slots.requests)
-        self.batch, output = self.programs["sample", slots, shaped, drafts](self.batch, logits, run)
+        grammars = None if self.grammars is None or not self.grammars.num_held else self.grammars.values
+        self.batch, output = self.programs["sample", slots, shaped, grammars is not None, drafts](
+            self.batch, flight.logits, run, grammars
+        )
         if self.parts.proposer is not None:
+            longest = max(r.num_tokens + r.num_in_flight for _, r in flight.rows)
             pages = self.buckets.pages[-1] if self.cache.draft_kv is None else self._pages(longest + next_drafts)
             verified = 0 if hidden is None else drafts
             draft_kv, self.batch = self.programs["propose", slots, pages, verified, next_drafts](
@@ -257,14 +317,47 @@ class Runner:
     def _pages(self, positions: int) -> int:
         return bucket(self.buckets.pages, min(-(-positions // self._block_size), self.buckets.pages[-1]))
 
-    def _continue(self, suffix: SuffixProposer, rows: list[tuple[int, Request]], run: np.ndarray, drafts: int) -> None:
+    def _send_drafts(self, rows: list[tuple[int, Request]], run: np.ndarray, drafts: int) -> None:
         """Drafts that follow what is known here; the device takes those that follow what was said since."""
         expected = empty_continuation(len(run), self._max_drafts)
+        count = expected.tokens.shape[1]
         for row, request in rows:
-            tokens = suffix.propose(request.token_ids, 1 + self._max_drafts)
+            tokens: Sequence[int] = ()
+            if self._host_forced and request.constraint is not None:
+                tokens = request.constraint.forced(count)
+            if not tokens and self._suffix is not None:
+                tokens = self._suffix.propose(request.token_ids, 1 + self._max_drafts)
             expected.start[row] = request.num_tokens
             expected.tokens[row, : len(tokens)] = tokens
-        self.batch = self.programs["continue", len(run), drafts](self.batch, expected, run)
+        if (expected.tokens[:, 0] >= 0).any():
+            self.batch = self.programs["continue", len(run), drafts](self.batch, expected, run)
+
+    # ---- grammars ----
+
+    def _hold_to_grammars(self, grammars: GrammarTables, rows: list[tuple[int, Request]]) -> None:
+        """Tell the device of grammars that it does not know yet, of requests that are about to decode."""
+        for row, request in rows:
+            if request.constraint is None or grammars.holds(request):
+                continue
+            place = grammars.hold(request, self.programs)
+            self.batch = self.programs["grammar",](self.batch, np.int32(row), *place)
+
+    def _send_masks(self, grammars: GrammarTables, flight: InFlight) -> dict[str, str]:
+        """The masks that matchers make, for each row of their requests."""
+        matched = [(row, r) for row, r in flight.matched if not r.status.is_finished]
+        if not matched:
+            return {}
+        drafts = flight.scheduled.num_positions - 1
+        # A copy: the array is about to be donated.
+        on_device = np.array(self.batch.drafts) if drafts else np.zeros((len(flight.run), 0), np.int32)
+        made = grammars.fill(matched, on_device[:, :drafts])
+        size = bucket(self.buckets.mask_rows, len(made.words))
+        index = np.full((2, size), len(self.batch.active), np.int32)  # past the end: dropped
+        index[:, : len(made.words)] = made.rows
+        words = np.zeros((size, made.words.shape[1]), np.uint32)
+        words[: len(made.words)] = made.words
+        grammars.values = self.programs["masks", size](grammars.values, index, words)
+        return made.errors
 
     def warmup(self, progress: bool = True) -> None:
         """Compile every program that any traffic can ask for."""
@@ -279,6 +372,17 @@ class Runner:
             lambda p, c, x: self.model.forward(p, c, x, self.parts.mesh), self.params, kv, inputs
         )
         return self._place(jnp.zeros((num_blocks, hidden.shape[-1]), hidden.dtype))
+
+
+def _take_grammar_flags(flight: InFlight, flags: list[int], collected: Collected) -> None:
+    for row, request in flight.rows:
+        if request.constraint is None or request.constraint.is_on_host:
+            continue
+        if flags[row] == DEAD:
+            collected.num_violations += 1
+            collected.errors[request.request_id] = "the output left its grammar: a fault of jaxserve"
+        elif flags[row] == EXHAUSTED:
+            collected.complete.add(request.request_id)
 
 
 def _take_scores(tiles: list[Tile], found: Logprobs) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxserve.structured.params import StructuredOutputsParams
+
 MAX_N = 16384
 MAX_STOP_IDS = 64  # of a request, with the model's own
 MAX_TEMPERATURE = 3.4e38  # the device holds it as float32
@@ -84,7 +86,7 @@ class SamplingParams:
     logprob_token_ids: ids whose log-probabilities are returned with those of `logprobs`, or alone with the token's own.
     output_kind: see RequestOutputKind.
     extra_args: what logits processors of your own read; a key that none of them declares is refused.
-    structured_outputs: refused so far.
+    structured_outputs: the language that the output must belong to: a StructuredOutputsParams or a dict of its fields.
 
     Raises ValueError naming the field, the value and the range.
     """
@@ -117,7 +119,7 @@ class SamplingParams:
     logprob_token_ids: list[int] | None = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     extra_args: dict[str, Any] | None = None
-    structured_outputs: Any | None = None
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         self._set("n", _integer("n", self.n, 1, MAX_N))
@@ -161,15 +163,17 @@ class SamplingParams:
         if self.logprob_token_ids is not None:
             self._set("logprob_token_ids", _token_ids("logprob_token_ids", self.logprob_token_ids))
         if isinstance(self.repetition_detection, Mapping):
-            self._set("repetition_detection", _repetition_detection(self.repetition_detection))
+            made = _from_dict("repetition_detection", RepetitionDetection, self.repetition_detection)
+            self._set("repetition_detection", made)
         if not isinstance(self.repetition_detection, RepetitionDetection | None):
             raise _error("repetition_detection", self.repetition_detection, "a RepetitionDetection, a dict or None")
         if self.extra_args is not None and not _is_str_dict(self.extra_args):
             raise _error("extra_args", self.extra_args, "a dict with str keys, or None")
-        if self.structured_outputs is not None:
-            raise ValueError(
-                f"structured_outputs is {self.structured_outputs!r}; it is not supported yet: must be None"
-            )
+        if isinstance(self.structured_outputs, Mapping):
+            made = _from_dict("structured_outputs", StructuredOutputsParams, self.structured_outputs)
+            self._set("structured_outputs", made)
+        if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
+            raise _error("structured_outputs", self.structured_outputs, "a StructuredOutputsParams, a dict or None")
         if not isinstance(self.output_kind, RequestOutputKind):
             raise _error("output_kind", self.output_kind, "a RequestOutputKind")
 
@@ -273,8 +277,8 @@ def _is_str_dict(value: Any) -> bool:
     return isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
 
 
-def _repetition_detection(fields: Mapping[str, Any]) -> RepetitionDetection:
-    known = [f.name for f in dataclasses.fields(RepetitionDetection)]
+def _from_dict(name: str, kind: Any, fields: Mapping[str, Any]) -> Any:
+    known = [f.name for f in dataclasses.fields(kind)]
     if unknown := sorted(set(fields) - set(known)):
-        raise ValueError(f"repetition_detection has the keys {unknown}; it must have only {', '.join(known)}")
-    return RepetitionDetection(**fields)
+        raise ValueError(f"{name} has the keys {unknown}; it must have only {', '.join(known)}")
+    return kind(**fields)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from types import MappingProxyType
@@ -144,7 +144,7 @@ class Scheduler:
         by_priority = (request.priority, request.arrival_time) if self.config.policy == "priority" else ()
         request.order = (*by_priority, self._num_added)
         self._num_added += 1
-        if request.grammar_ready is not None:
+        if request.awaits_grammar:
             request.status = RequestStatus.WAITING_FOR_GRAMMAR
         self._requests[request.request_id] = request
         bisect.insort(self.waiting, request, key=_order)
@@ -239,6 +239,8 @@ class Scheduler:
             if request.num_computed_tokens < known - 1:
                 prefilling.append(request)
                 continue
+            if request.awaits_grammar:
+                continue
             ahead = known + request.num_in_flight
             if ahead >= request.max_total_tokens:  # its end is in flight
                 continue
@@ -276,7 +278,7 @@ class Scheduler:
             output.prefill.append(PrefillChunk(request, request.num_computed_tokens, count))
             request.num_computed_tokens += count
             budget -= self.config.padded(count)
-        if count == todo and budget >= output.num_positions:
+        if count == todo and budget >= output.num_positions and not request.awaits_grammar:
             request.num_in_flight += output.num_positions
             output.decode.append(request)
             budget -= output.num_positions
@@ -291,36 +293,37 @@ class Scheduler:
         return min(todo, room, config.long_prefill_token_threshold or todo)
 
     def _admit(self, output: SchedulerOutput, budget: int) -> None:
-        """Admits waiting requests in order, up to the first that does not fit; a pending grammar is passed over."""
-        position = 0
-        while position < len(self.waiting) and len(self.running) < self.config.max_num_seqs:
-            request = self.waiting[position]
-            if not self._grammar_ready(request):
-                position += 1
-                continue
-            if request.num_in_flight or budget < output.num_positions:
-                break
-            cached_blocks, num_cached = self.kv.get_computed_blocks(request)
-            start = self._start_position(request, num_cached)
-            todo = request.num_tokens - 1 - start
-            if todo and not self._chunk_size(todo, budget):
-                break
-            # Blocks for all known tokens and the first decode: a prefill never stops half-way for want of memory.
-            first_decode = request.num_tokens + self.config.num_speculative_tokens + self.config.num_lookahead_tokens
-            needed = min(first_decode, request.max_total_tokens - 1)
-            if self.kv.allocate_slots(request, needed, computed_blocks=cached_blocks) is None:
-                break
-            del self.waiting[position]
-            self._start(request, start, num_cached, output)
-            budget = self._advance(request, output, budget)
+        """Admits waiting requests in order, up to the first that does not fit. Those whose grammar is still being
+        compiled come after everyone else: they prefill meanwhile, but others could decode."""
+        for compiled in (True, False):
+            position = 0
+            while position < len(self.waiting) and len(self.running) < self.config.max_num_seqs:
+                request = self.waiting[position]
+                if compiled and request.awaits_grammar:
+                    position += 1
+                    continue
+                left = self._try_to_start(request, output, budget)
+                if left is None:
+                    return
+                budget = left
 
-    def _grammar_ready(self, request: Request) -> bool:
-        if request.status is RequestStatus.WAITING_FOR_GRAMMAR:
-            assert request.grammar_ready is not None
-            if not request.grammar_ready():
-                return False
-            request.status = RequestStatus.WAITING
-        return True
+    def _try_to_start(self, request: Request, output: SchedulerOutput, budget: int) -> int | None:
+        """Admits a waiting request and returns the budget that is left; None where it does not fit."""
+        if request.num_in_flight or budget < output.num_positions:
+            return None
+        cached_blocks, num_cached = self.kv.get_computed_blocks(request)
+        start = self._start_position(request, num_cached)
+        todo = request.num_tokens - 1 - start
+        if todo and not self._chunk_size(todo, budget):
+            return None
+        # Blocks for all known tokens and the first decode: a prefill never stops half-way for want of memory.
+        first_decode = request.num_tokens + self.config.num_speculative_tokens + self.config.num_lookahead_tokens
+        needed = min(first_decode, request.max_total_tokens - 1)
+        if self.kv.allocate_slots(request, needed, computed_blocks=cached_blocks) is None:
+            return None
+        self.waiting.remove(request)
+        self._start(request, start, num_cached, output)
+        return self._advance(request, output, budget)
 
     def _start_position(self, request: Request, num_cached: int) -> int:
         """Where computing begins: after the cached prefix, or in it where the prompt's own scores are not known."""
@@ -355,11 +358,13 @@ class Scheduler:
         output: SchedulerOutput,
         tokens: Mapping[str, Sequence[int]],
         errors: Mapping[str, str] = _NO_ERRORS,
+        complete: Collection[str] = (),
     ) -> list[Request]:
         """Takes in what a step sampled (by request id, 1 to num_positions tokens each); returns those it changed.
 
         Tokens past a request's end are dropped, as are those of requests that ended meanwhile. A preempted request
-        keeps its tokens. A request named in `errors` ends with that message.
+        keeps its tokens. A request named in `errors` ends with that message; one in `complete` ends because its grammar
+        leaves nothing more to say.
         """
         touched = []
         now = time.time()
@@ -378,11 +383,11 @@ class Scheduler:
             elif sampled := tokens.get(request.request_id):
                 if request.first_token_time is None:
                     request.first_token_time = now
-                self._append(request, sampled)
+                self._append(request, sampled, request.request_id in complete)
                 touched.append(request)
         return touched
 
-    def _append(self, request: Request, sampled: Sequence[int]) -> None:
+    def _append(self, request: Request, sampled: Sequence[int], complete: bool) -> None:
         end = None
         for token in sampled:
             request.append_token(token)
@@ -391,5 +396,7 @@ class Scheduler:
         if request.status is RequestStatus.RUNNING:  # the step has written the KV of all tokens but the newest
             request.num_computed_tokens = len(request.token_ids) - 1
             self.kv.cache_written(request, request.num_computed_tokens)
+        if complete and end is not RequestStatus.FINISHED_STOPPED:
+            end = RequestStatus.FINISHED_STOPPED
         if end is not None:
             self.finish(request, end)

@@ -34,6 +34,7 @@ class Parts:
     sampler: Sampler
     mesh: Mesh | None
     proposer: Proposer | None = None  # of drafts, where they are made on the device
+    grammar_marker: tuple[int, ...] | None = None  # after which grammars begin, where they leave thinking alone
 
 
 @struct.dataclass

@@ -1,8 +1,9 @@
 """The engine's compiled programs: what their keys are, and how each is lowered from abstract arguments.
 
 ("move",)  ("fill", length)  ("tables", rows)  ("prefill", tiles, pages)  ("score", tiles, pages)
-("forward", slots, pages, drafts)  ("sample", slots, shaped, drafts)
+("forward", slots, pages, drafts)  ("sample", slots, shaped, structured, drafts)
 ("propose", slots, pages, drafts verified (0 where nobody reads hidden states), drafts)  ("continue", slots, drafts)
+("upload",)  ("masks", rows)  ("grammar",)
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from jaxserve.config import Buckets
 from jaxserve.programs import Program
 from jaxserve.speculative.continuation import empty_continuation
 from jaxserve.step import Cache, Hidden, Parts, PrefillPlan, Weights
+from jaxserve.structured.device import GrammarRow, Grammars, put_host_masks, put_words
+from jaxserve.structured.pool import CHUNK
 from models.sharding import sharding
 
 
@@ -37,6 +40,7 @@ class StepPrograms:
     state: BatchState
     draft_counts: tuple[int, ...] = (0,)
     host_drafts: bool = False  # made on the host, from what it knew a step ago
+    grammars: Grammars | None = None  # where requests may have grammars
 
     def keys(self) -> Iterator[Hashable]:
         """Everything that any traffic can ask for."""
@@ -47,7 +51,11 @@ class StepPrograms:
         yield from (("prefill", n, p) for n in b.prefill_tiles for p in b.prefill_pages)
         yield from (("score", n, p) for n in b.score_tiles for p in b.prefill_pages)
         yield from (("forward", s, p, k) for s in b.slots for p in b.pages for k in counts)
-        yield from (("sample", s, shaped, k) for s in b.slots for shaped in (False, True) for k in counts)
+        kinds = [(shaped, structured) for structured in self._structured for shaped in (False, True)]
+        yield from (("sample", s, *kind, k) for s in b.slots for kind in kinds for k in counts)
+        if self.grammars is not None:
+            yield from (("upload",), ("grammar",))
+            yield from (("masks", n) for n in b.mask_rows)
         if self.parts.proposer is not None:
             pages = b.pages if self.cache.draft_kv is not None else b.pages[-1:]
             verified = counts if self.cache.boundary is not None else (0,)
@@ -93,9 +101,9 @@ class StepPrograms:
         outputs = (self.cache, self._logits(slots, drafts), self._hidden(slots, drafts))
         return self._program(key, forward, args, donated=(1,), outputs=outputs)
 
-    def _sample(self, key: Hashable, slots: int, shaped: bool, drafts: int) -> Program:
+    def _sample(self, key: Hashable, slots: int, shaped: bool, structured: bool, drafts: int) -> Program:
         sample = partial(last_step.sample, self.parts, shaped, drafts)
-        args = (self.state, self._logits(slots, drafts), self._run(slots))
+        args = (self.state, self._logits(slots, drafts), self._run(slots), self.grammars if structured else None)
         output = self._whole(jax.eval_shape(sample, *args)[1])
         return self._program(key, sample, args, donated=(0,), outputs=(self.state, output))
 
@@ -110,6 +118,24 @@ class StepPrograms:
         expected = self._whole(empty_continuation(slots, self.draft_counts[-1]))
         args = (self.state, expected, self._run(slots))
         return self._program(key, continue_with, args, donated=(0,), outputs=self.state)
+
+    def _upload(self, key: Hashable) -> Program:
+        args = (self.grammars, self._i32(), self._array(jnp.uint32, CHUNK))
+        return self._program(key, put_words, args, donated=(0,), outputs=self.grammars)
+
+    def _masks(self, key: Hashable, rows: int) -> Program:
+        assert self.grammars is not None
+        words = self.grammars.host_masks.shape[-1]
+        args = (self.grammars, self._i32(2, rows), self._array(jnp.uint32, rows, words))
+        return self._program(key, put_host_masks, args, donated=(0,), outputs=self.grammars)
+
+    def _grammar(self, key: Hashable) -> Program:
+        args = (self.state, self._i32(), GrammarRow(self._i32(), self._i32()), self._i32())
+        return self._program(key, batch.set_grammar, args, donated=(0,), outputs=self.state)
+
+    @property
+    def _structured(self) -> tuple[bool, ...]:
+        return (False,) if self.grammars is None else (False, True)
 
     def _program(
         self, key: Hashable, function: Any, args: tuple[Any, ...], donated: tuple[int, ...], outputs: Any

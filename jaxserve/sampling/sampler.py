@@ -1,8 +1,9 @@
 """From logits to tokens: one function for every row of every program.
 
-Order on a row: raw log-probabilities -> float32 -> allowed_token_ids -> bad_words -> min_tokens, logit_bias and other
-processors that can change the argmax -> penalties -> thinking budget -> temperature -> min_p and argmax-invariant
-processors -> top_k -> top_p -> draw. Greedy rows take the argmax of what the thinking budget left.
+Order on a row: grammar mask -> raw log-probabilities -> float32 -> allowed_token_ids -> bad_words -> min_tokens,
+logit_bias and other processors that can change the argmax -> penalties -> thinking budget -> temperature -> min_p and
+argmax-invariant processors -> top_k -> top_p -> draw. Greedy rows take the argmax of what the thinking budget left.
+Where nothing that the grammar allows is left, the grammar wins: the row is drawn as if nothing else had been asked.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxserve.batch import SlotRow
+from jaxserve.sampling.builtin import unpack_bits
 from jaxserve.sampling.logprobs import Logprobs, Wanted, find_logprobs, no_logprobs
 from jaxserve.sampling.penalties import TokenUse, penalize
 from jaxserve.sampling.processor import LogitsProcessor, Row
@@ -39,6 +41,7 @@ class Window:
     drafts: Array  # [b, K] int32, -1 = none
     used: Array  # [b, 1+K] bool, False = padding: its result means nothing and must cost nothing
     section: Array  # [b] int32, where the open thinking section began, -1 = none
+    allowed: Array | None = None  # [b, 1+K, W] uint32, a bit for every token that is legal; None = no grammars
 
     @property
     def num_tokens(self) -> jax.Array:
@@ -136,8 +139,12 @@ class Sampler:
     def prepare(self, logits: jax.Array, window: Window, use: TokenUse, shaped: bool) -> Rows:
         """What the rows of logits [b, 1+K, V] are drawn from; `shaped` as in `verify`."""
         _, width, vocab = logits.shape
-        logits = self.mask_padding(logits.astype(jnp.float32))
-        final = (self.shape(logits, window, use) if shaped else logits).reshape(-1, vocab)
+        model = self.mask_padding(logits.astype(jnp.float32))
+        legal = constrained(model, window.allowed)
+        final = self.shape(legal, window, use) if shaped else legal
+        if shaped and window.allowed is not None:
+            final = grammar_wins(legal, final, window.allowed)
+        final = final.reshape(-1, vocab)
 
         def each_row(x: jax.Array) -> jax.Array:
             return jnp.repeat(x, width, axis=0)
@@ -147,7 +154,8 @@ class Sampler:
         if shaped:
             final, filters = self._apply_invariant(final, filters, window)
         position = (window.num_tokens - rows.prompt_len[:, None]).reshape(-1)
-        return Rows(logits.reshape(-1, vocab), final, filters, random_words(each_row(rows.seed), position, STREAM_DRAW))
+        raw = (model if self.logprobs_mode == "model_logprobs" else legal).reshape(-1, vocab)
+        return Rows(raw, final, filters, random_words(each_row(rows.seed), position, STREAM_DRAW))
 
     def score(self, logits: jax.Array, targets: tuple[jax.Array, jax.Array]) -> Logprobs:
         """Raw log-probabilities of given tokens. logits [n, 1, V]; targets: tokens [n], number wanted of each [n]."""
@@ -234,6 +242,20 @@ class Sampler:
 
         none = no_logprobs(tokens.shape, min(self.max_logprobs, rows.raw.shape[1]), ids.shape[-1])
         return jax.lax.cond(jnp.any(wanted.number >= 0), find, lambda: none)
+
+
+def constrained(logits: jax.Array, allowed: jax.Array | None) -> jax.Array:
+    """logits [b, 1+K, V] with nothing left but what allowed [b, 1+K, W] allows."""
+    if allowed is None:
+        return logits
+    # Whoever comes next reads the logits several times; without a barrier XLA would unpack the masks as often.
+    return jax.lax.optimization_barrier(jnp.where(unpack_bits(allowed, logits.shape[-1]), logits, -jnp.inf))
+
+
+def grammar_wins(legal: jax.Array, shaped: jax.Array, allowed: jax.Array) -> jax.Array:
+    """`shaped` under the mask once more, or `legal` where that leaves nothing. [b, 1+K, V]; NaN stays."""
+    shaped = constrained(shaped, allowed)
+    return jnp.where(jnp.max(shaped, axis=-1, keepdims=True) == -jnp.inf, legal, shaped)
 
 
 def as_they_are(slots: int) -> Filters:

@@ -175,6 +175,18 @@ class TracedRequest(Request):
     arrival: Arrival
 
 
+@dataclass
+class Compiling:
+    """A grammar that is there from some step on."""
+
+    simulation: Simulation
+    step: int
+
+    @property
+    def is_ready(self) -> bool:
+        return self.simulation.step_index >= self.step
+
+
 class Simulation:
     """The engine's loop, with every invariant checked on the way."""
 
@@ -201,7 +213,7 @@ class Simulation:
             priority=arrival.priority,
             arrival_time=float(self.step_index),
             cache_salt=arrival.salt,
-            grammar_ready=None if ready is None else lambda: self.step_index >= ready,
+            constraint=None if ready is None else cast(Any, Compiling(self, ready)),
         )
         request.arrival = arrival
         self.scheduler.add_request(request)
@@ -270,6 +282,7 @@ class Simulation:
             assert request.num_computed_tokens == request.num_tokens - 1
             before = request.num_tokens + request.num_in_flight - output.num_positions
             assert before < request.max_total_tokens, "decodes past its end"
+            assert not request.awaits_grammar
         assert all(r.num_computed_tokens == 0 and not r.status.is_finished for r in scheduler.waiting)
         threshold = config.long_prefill_token_threshold
         assert not threshold or all(c.count <= threshold for c in output.prefill)
@@ -281,7 +294,9 @@ class Simulation:
         if output.admitted:  # nobody was overtaken, except while waiting for a grammar
             last = max(r.order for r in output.admitted)
             passed = [r for r in waiting_before if r.order < last and r not in output.admitted]
-            assert all(r.status is RequestStatus.WAITING_FOR_GRAMMAR for r in passed)
+            assert all(r.awaits_grammar for r in passed)
+        if any(r.awaits_grammar for r in output.admitted):  # whoever could decode came first
+            assert all(r.awaits_grammar for r in scheduler.waiting)
 
     def check_memory(self) -> None:
         tables = self.kv._tables
@@ -491,6 +506,19 @@ def test_grammar_in_the_making_holds_up_nobody_else() -> None:
     assert compiling.first_scheduled_time is not None
     assert others[0].finished_time is not None
     assert compiling.first_scheduled_time > others[0].finished_time
+
+
+def test_prompt_is_computed_while_its_grammar_is_compiled() -> None:
+    sim = Simulation(make_config(), 40)
+    compiling, other = sim.add(Arrival((1, 2, 3, 4, 5), grammar_step=4)), sim.add(Arrival((3,)))
+    first = sim.step()
+    assert first.admitted == [other, compiling]
+    assert [c.request for c in first.prefill] == [compiling]
+    assert first.decode == [other]
+    while sim.step_index < 4:
+        assert compiling not in sim.step().decode
+    assert compiling in sim.step().decode
+    sim.run([])
 
 
 def test_long_prompts_are_chunked_and_decodes_go_on() -> None:

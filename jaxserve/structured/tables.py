@@ -1,0 +1,115 @@
+"""The grammars of the requests that sit in slots: their tables on the device, or their matchers on the host."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.programs import Programs
+from jaxserve.request import Request, RequestStatus
+from jaxserve.structured.device import FREE, ON_HOST, GrammarRow, Grammars
+from jaxserve.structured.dfa import GrammarError
+from jaxserve.structured.pool import CHUNK, GrammarPool, PooledTable, uploads
+
+_PARALLEL = 8  # matchers from which threads pay
+
+
+class Masks(NamedTuple):
+    """words [n, W] uint32 of rows [2, n]: slots and places in their windows; errors by request id."""
+
+    rows: np.ndarray
+    words: np.ndarray
+    errors: dict[str, str]
+
+
+class GrammarTables:
+    """Owns the device's arena. A request is held from its first decode in a slot until it leaves the slot."""
+
+    def __init__(
+        self, num_bytes: int, slots: int, drafts: int, vocab_size: int, place: Callable[[Any], Any] = lambda x: x
+    ) -> None:
+        """num_bytes: of the arena. place: puts a pytree on the devices."""
+        words = -(-vocab_size // 32)
+        self._pool = GrammarPool(-(-num_bytes // (4 * CHUNK)), words)
+        head = self._pool.empty()
+        arena = jnp.zeros(self._pool.num_chunks * CHUNK, jnp.uint32).at[: len(head)].set(head)
+        self.values: Grammars = place(Grammars(arena, jnp.zeros((slots, 1 + drafts, words), jnp.uint32)))
+        self._words = words
+        self._held: dict[str, tuple[Request, PooledTable | None]] = {}
+        self._threads: ThreadPoolExecutor | None = None
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    def holds(self, request: Request) -> bool:
+        return request.request_id in self._held
+
+    def hold(self, request: Request, programs: Programs) -> tuple[GrammarRow, np.int32]:
+        """What the device has to know of a request's grammar; sends the table there, if it has one and there is room.
+
+        A table that finds no room is followed on the host.
+        """
+        constraint = request.constraint
+        assert constraint is not None
+        table = None if constraint.is_on_host else constraint.table
+        placed = None if table is None else self._pool.acquire(table)
+        if placed is None:
+            constraint.follow_on_host(request)
+            self._held[request.request_id] = request, None
+            return GrammarRow(np.int32(ON_HOST), np.int32(FREE)), np.int32(FREE)
+        pooled, is_new = placed
+        if is_new:
+            for address, words in uploads(pooled):
+                self.values = programs["upload",](self.values, np.int32(address), words)
+        self._held[request.request_id] = request, pooled
+        state = constraint.table_state(request)
+        at = FREE if state is None else pooled.state(state)
+        return GrammarRow(np.int32(pooled.classes), np.int32(pooled.start)), np.int32(at)
+
+    def release(self) -> None:
+        """Let go of requests that are about to leave their slots."""
+        gone = [name for name, (request, _) in self._held.items() if request.status is not RequestStatus.RUNNING]
+        for name in gone:
+            _, pooled = self._held.pop(name)
+            if pooled is not None:
+                self._pool.release(pooled)
+
+    def fill(self, matched: Sequence[tuple[int, Request]], drafts: np.ndarray) -> Masks:
+        """The masks of requests that matchers follow, in the slots given. drafts: [S, K], -1 after the last."""
+        width = 1 + drafts.shape[1]
+        words = np.empty((len(matched), width, self._words), np.uint32)
+
+        def one(number: int) -> str | None:
+            row, request = matched[number]
+            known = drafts[row].tolist()
+            known = known[: known.index(-1)] if -1 in known else known
+            assert request.constraint is not None
+            try:
+                request.constraint.fill(known, words[number])
+            except GrammarError as error:
+                words[number] = 0xFFFFFFFF
+                return f"structured_outputs: {error}"
+            return None
+
+        failures = list(self._map(one, range(len(matched))))
+        slots = np.repeat([row for row, _ in matched], width)
+        rows = np.stack([slots, np.tile(np.arange(width), len(matched))]).astype(np.int32)
+        errors = {
+            request.request_id: failure
+            for (_, request), failure in zip(matched, failures, strict=True)
+            if failure is not None
+        }
+        return Masks(rows, words.reshape(-1, self._words), errors)
+
+    def _map(self, function: Callable[[int], Any], items: Sequence[int]) -> Any:
+        if len(items) < _PARALLEL:
+            return map(function, items)
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="matcher")
+        return self._threads.map(function, items)
