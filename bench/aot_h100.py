@@ -24,6 +24,7 @@ os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -36,6 +37,8 @@ from jaxserve.sampling.thinking import Markers
 from jaxserve.speculative.ngram import NgramProposer
 from jaxserve.step import Cache, Parts, Weights
 from jaxserve.step_programs import StepPrograms
+from jaxserve.structured.config import StructuredOutputsConfig
+from jaxserve.structured.device import Grammars
 from models import ModelConfig
 from models.llama import Llama
 from models.params import abstract_params
@@ -52,14 +55,15 @@ TILE, PREFILL_TILES = 128, 16
 PAGES = -(-CONTEXT // BLOCK)
 PROGRAMS: dict[str, tuple[Any, int, str]] = {  # key, drafts of a request, what it is
     "forward": (("forward", SLOTS, PAGES, 0), 0, "forward pass of a decode step"),
-    "sample": (("sample", SLOTS, False, 0), 0, "sampling of a decode step"),
-    "sample all": (("sample", SLOTS, True, 0), 0, "sampling with processors, penalties, thinking budget"),
+    "sample": (("sample", SLOTS, False, False, 0), 0, "sampling of a decode step"),
+    "sample all": (("sample", SLOTS, True, False, 0), 0, "sampling with processors, penalties, thinking budget"),
     "verify": (("forward", SLOTS, PAGES, 3), 3, "forward pass with 3 drafts a request"),
     "sample drafts": (
-        ("sample", SLOTS, True, 3),
+        ("sample", SLOTS, True, True, 3),
         3,
-        "sampling and verification with 3 drafts a request, everything on",
+        "sampling and verification with 3 drafts a request, everything on, with grammars",
     ),
+    "sample grammars": (("sample", SLOTS, False, True, 0), 0, "sampling with grammars"),
     "propose": (("propose", SLOTS, PAGES, 0, 3), 3, "n-gram proposals of 3 drafts a request"),
     "prefill": (("prefill", PREFILL_TILES, PAGES), 0, f"prefill of {TILE * PREFILL_TILES} tokens"),
     "score": (("score", PREFILL_TILES, PAGES), 0, "the same with log-probabilities of the prompt"),
@@ -95,7 +99,14 @@ def step_programs(mesh: Mesh, drafts: int) -> StepPrograms:
         cache=Cache(kv=kv, boundary=None, draft_kv=None, block_size=BLOCK),
         state=state,
         draft_counts=(drafts,),
+        grammars=_placed(_grammars(vocab, drafts), whole),
     )
+
+
+def _grammars(vocab: int, drafts: int) -> Grammars:
+    words = -(-vocab // 32)
+    arena = jax.ShapeDtypeStruct((StructuredOutputsConfig().pool_bytes // 4,), jnp.uint32)
+    return Grammars(arena, jax.ShapeDtypeStruct((SLOTS, 1 + drafts, words), jnp.uint32))
 
 
 def _placed(tree: Any, where: NamedSharding) -> Any:

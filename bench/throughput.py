@@ -96,14 +96,14 @@ def breakdown(ours: Ours, batch: int, context: int) -> dict[str, float]:
     slots, pages = bucket(b.slots, batch), bucket(b.pages, -(-context // 16))
     model, params, cache, state = runner.model, runner.params, runner.cache, runner.batch
     run = np.ones(slots, bool)
-    forward, sample = runner.programs["forward", slots, pages, 0], runner.programs["sample", slots, False, 0]
+    forward, sample = runner.programs["forward", slots, pages, 0], runner.programs["sample", slots, False, False, 0]
     hidden = jnp.zeros((slots, model.config.hidden_size), jnp.float32)
     head = jax.jit(model.logits)
 
     def whole() -> Any:
         nonlocal cache, state
         cache, logits, _ = forward(runner.weights, cache, view_of(state), run)
-        state, out = sample(state, logits, run)
+        state, out = sample(state, logits, run, None)
         return out
 
     def model_alone() -> Any:
