@@ -112,11 +112,16 @@ class OutputProcessor:
         self._sequences[request_id] = sequence
 
     def process(
-        self, request: Request, new_token_ids: list[int], logprobs: Sequence[TokenLogprobs] | None
+        self,
+        request: Request,
+        new_token_ids: list[int],
+        logprobs: Sequence[TokenLogprobs] | None,
+        window: tuple[int, int] = (0, 0),
     ) -> Processed:
         """Takes in the tokens collected for `request`, whose status and stop_reason tell whether they end it.
 
-        logprobs: of each new token, where the request wants them. A stop string that matches wins over any other end:
+        logprobs: of each new token, where the request wants them. window: drafts that the step verified for it, and
+        tokens that it gave, also those after an end that only the host knows. A stop string that matches wins over any other end:
         the request then ends with the first `stop.num_tokens` of the new tokens. Requests unknown here (aborted
         meanwhile) give nothing.
         """
@@ -125,6 +130,7 @@ class OutputProcessor:
             return Processed(None, None)
         if request.scores is not None and request.scores.is_complete:
             self._add_prompt_logprobs(sequence.parent, request.scores)
+        sequence.parent.metrics.add_window(*window)
         stop = None
         if sequence.detokenizer is not None and new_token_ids:
             stop = sequence.detokenizer.push(new_token_ids, hidden_last=_is_hidden(request, new_token_ids[-1]))

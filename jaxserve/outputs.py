@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 _INFINITY_JSON = 9999.0  # JSON has no infinity; OpenAI-compatible servers send -9999 for a log-probability of -inf
@@ -21,13 +21,34 @@ class Logprob:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Wall-clock times (time.time()) in the life of a request; None until it happened."""
+    """Of all n sequences of a request: wall-clock times (time.time()), None until it happened, and counts.
+
+    num_drafts: verified windows that had a draft. num_draft_tokens, num_accepted_tokens: the drafts in them, and those
+    that were right. num_accepted_tokens_per_pos[i]: windows in which the i-th draft was. All 0 without speculation.
+    """
 
     arrival_time: float
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
     num_preemptions: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+
+    def add_window(self, num_draft_tokens: int, num_emitted_tokens: int) -> None:
+        """A verified window: the tokens it gave are its accepted drafts and one more."""
+        if not num_draft_tokens or not num_emitted_tokens:
+            return
+        accepted = num_emitted_tokens - 1
+        self.num_drafts += 1
+        self.num_draft_tokens += num_draft_tokens
+        self.num_accepted_tokens += accepted
+        counts = self.num_accepted_tokens_per_pos
+        counts += [0] * (num_draft_tokens - len(counts))
+        for i in range(accepted):
+            counts[i] += 1
 
 
 @dataclass(slots=True)

@@ -12,7 +12,14 @@ from jaxserve.speculative.continuation import (
     empty_continuation,
 )
 from jaxserve.speculative.proposer import PrefillContext, Proposal, ProposeContext, Proposer, Stateless, cut
-from jaxserve.speculative.stats import SpecDecodingCollector, SpecDecodingLog, SpecDecodingStats, metrics_text
+from jaxserve.speculative.stats import (
+    SpecDecodingCollector,
+    SpecDecodingLog,
+    SpecDecodingLogger,
+    SpecDecodingStats,
+    metrics_text,
+    register_metrics,
+)
 from jaxserve.speculative.suffix import SuffixProposer
 
 __all__ = [
@@ -25,6 +32,7 @@ __all__ = [
     "Proposer",
     "SpecDecodingCollector",
     "SpecDecodingLog",
+    "SpecDecodingLogger",
     "SpecDecodingStats",
     "SpeculativeConfig",
     "Stateless",
@@ -36,5 +44,6 @@ __all__ = [
     "make_proposer",
     "make_suffix_proposer",
     "metrics_text",
+    "register_metrics",
     "required_feature_layers",
 ]

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client import REGISTRY, CollectorRegistry, Metric, generate_latest
 from prometheus_client.core import CounterMetricFamily
 
 PREFIXES = ("jaxserve:", "vllm:")
+LOG_INTERVAL = 10.0  # seconds
+
+_logger = logging.getLogger("jaxserve")
 
 
 @dataclass
@@ -64,6 +69,17 @@ class SpecDecodingStats:
                 ours[i] += count
         self.num_spec_tokens = max(self.num_spec_tokens, other.num_spec_tokens)
 
+    def since(self, earlier: SpecDecodingStats) -> SpecDecodingStats:
+        """What was counted after `earlier`, a copy of these counts as they were then."""
+        result = copy.deepcopy(self)
+        result.num_drafts -= earlier.num_drafts
+        result.num_draft_tokens -= earlier.num_draft_tokens
+        result.num_accepted_tokens -= earlier.num_accepted_tokens
+        for i, count in enumerate(earlier.num_accepted_tokens_per_pos):
+            result.num_accepted_tokens_per_pos[i] -= count
+            result.num_draft_tokens_per_pos[i] -= earlier.num_draft_tokens_per_pos[i]
+        return result
+
     @property
     def mean_acceptance_length(self) -> float:
         """Tokens a step of a request that had drafts: 1 + accepted / drafts; NaN before the first."""
@@ -114,6 +130,27 @@ class SpecDecodingLog:
         )
 
 
+class SpecDecodingLogger:
+    """Writes that line to the logger "jaxserve" every LOG_INTERVAL seconds in which something was drafted.
+
+    stats: the totals, which the engine goes on adding to. clock: seconds, monotonic.
+    """
+
+    def __init__(self, stats: SpecDecodingStats, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stats, self._clock, self._last = stats, clock, clock()
+        self._seen = copy.deepcopy(stats)
+        self._log = SpecDecodingLog(stats.num_spec_tokens, clock)
+
+    def poll(self, now: bool = False) -> None:
+        """To be called after every step; now: whatever the time is."""
+        if not now and self._clock() - self._last < LOG_INTERVAL:
+            return
+        self._log.observe(self._stats.since(self._seen))
+        self._seen, self._last = copy.deepcopy(self._stats), self._clock()
+        if line := self._log.take_line():
+            _logger.info(line)
+
+
 class SpecDecodingCollector:
     """Counters of `stats` as prometheus_client collects them: register it, or ask for `metrics_text`.
 
@@ -147,6 +184,21 @@ class SpecDecodingCollector:
         family = CounterMetricFamily(self._prefix + name, help_text, labels=list(self._labels))
         family.add_metric(list(self._labels.values()), value)
         return family
+
+
+def register_metrics(
+    stats: SpecDecodingStats,
+    registry: CollectorRegistry | None = None,
+    labels: Mapping[str, str] | None = None,
+    prefix: str = PREFIXES[0],
+) -> SpecDecodingCollector:
+    """Have a registry (None: prometheus_client's own) show the counters from now on; `registry.unregister` ends it.
+
+    Raises ValueError for another prefix, or when the registry has counters of these names already.
+    """
+    collector = SpecDecodingCollector(stats, labels, prefix)
+    (REGISTRY if registry is None else registry).register(collector)  # type: ignore[arg-type]
+    return collector
 
 
 def metrics_text(collector: SpecDecodingCollector) -> str:
