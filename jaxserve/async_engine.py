@@ -21,6 +21,7 @@ from jaxserve.llm import Prompt, parse_prompt
 from jaxserve.outputs import RequestOutput
 from jaxserve.sampling_params import RequestOutputKind, SamplingParams
 from jaxserve.speculative.config import SpeculativeConfig
+from jaxserve.speculative.stats import SpecDecodingLogger, register_metrics
 from jaxserve.structured.config import StructuredOutputsConfig
 
 
@@ -35,7 +36,8 @@ class AsyncEngine:
             async for output in engine.generate("Hello", SamplingParams(output_kind=RequestOutputKind.DELTA)):
                 print(output.outputs[0].text, end="")
 
-    The arguments are those of LLM. The constructor loads the model and blocks meanwhile.
+    The arguments are those of LLM, but what became of drafts is logged unless disable_log_stats is set. The constructor
+    loads the model and blocks meanwhile.
 
     Only the engine's thread touches the EngineCore: callers post commands to it, which run between two steps.
     """
@@ -67,6 +69,7 @@ class AsyncEngine:
         speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
         structured_outputs_config: StructuredOutputsConfig | Mapping[str, Any] | None = STRUCTURED_OUTPUTS,
         compilation_cache_dir: str | Path | None = None,
+        disable_log_stats: bool = False,
     ) -> None:
         config = EngineConfig(
             dtype=dtype,
@@ -92,7 +95,8 @@ class AsyncEngine:
             structured_outputs_config=structured_outputs_config,
             compilation_cache_dir=compilation_cache_dir,
         )
-        self._start(EngineCore.from_model(model, tokenizer, config))
+        core = EngineCore.from_model(model, tokenizer, config)
+        self._start(core, None if disable_log_stats else SpecDecodingLogger(core.stats().speculation))
 
     @classmethod
     def from_core(cls, core: EngineCore) -> Self:
@@ -152,6 +156,12 @@ class AsyncEngine:
     async def stats(self) -> Any:
         return await asyncio.wrap_future(self._post(self._core.stats))
 
+    async def register_metrics(
+        self, registry: Any = None, labels: Mapping[str, str] | None = None, prefix: str = "jaxserve:"
+    ) -> Any:
+        """Prometheus counters of speculation, as jaxserve.speculative.register_metrics makes them."""
+        return register_metrics((await self.stats()).speculation, registry, labels, prefix)
+
     def get_tokenizer(self) -> Any:
         return self._core.tokenizer
 
@@ -176,8 +186,8 @@ class AsyncEngine:
 
     # What follows runs on the engine's thread, except for _start and _post.
 
-    def _start(self, core: EngineCore) -> None:
-        self._core = core
+    def _start(self, core: EngineCore, log: SpecDecodingLogger | None = None) -> None:
+        self._core, self._spec_log = core, log
         self._streams: dict[str, _Stream] = {}  # of the engine's thread alone
         self._commands: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
         self._lock = threading.RLock()  # no command is posted once _death is set
@@ -237,6 +247,8 @@ class AsyncEngine:
         self._in_step = True  # stays so when it fails: the core is not to be used again
         outputs = self._core.step()
         self._in_step = False
+        if self._spec_log is not None:
+            self._spec_log.poll()
         self._deliver(outputs)
 
     def _add(self, request_id: str, stream: _Stream, add: Callable[[], None]) -> None:

@@ -242,7 +242,9 @@ class EngineCore:
         for request in touched:
             new = request.output_token_ids[lengths[request.request_id] :]
             self._num_tokens += len(new)
-            result = self._outputs.process(request, new, collected.logprobs.get(request.request_id))
+            name = request.request_id
+            window = collected.num_drafts.get(name, 0), len(collected.tokens.get(name, ()))
+            result = self._outputs.process(request, new, collected.logprobs.get(name), window)
             if result.stop is not None:
                 request.stop_reason = result.stop.stop
                 self.scheduler.finish(request, RequestStatus.FINISHED_STOPPED)

@@ -20,6 +20,7 @@ from jaxserve.engine import EngineCore
 from jaxserve.outputs import RequestOutput
 from jaxserve.sampling_params import RequestOutputKind, SamplingParams
 from jaxserve.speculative.config import SpeculativeConfig
+from jaxserve.speculative.stats import SpecDecodingLogger, register_metrics
 from jaxserve.structured.config import StructuredOutputsConfig
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -34,7 +35,8 @@ class LLM:
             print(output.outputs[0].text)
 
     model: a directory in Hugging Face layout, a .gguf file, or a model object. tokenizer: a path or an object; None
-    is the model's own. The other arguments are those of EngineConfig. Not thread-safe; AsyncEngine serves many
+    is the model's own. disable_log_stats=False: what became of drafts is logged ("jaxserve", INFO) every ten seconds and
+    at the end of each call. The other arguments are those of EngineConfig. Not thread-safe; AsyncEngine serves many
     callers at once.
     """
 
@@ -65,6 +67,7 @@ class LLM:
         speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
         structured_outputs_config: StructuredOutputsConfig | Mapping[str, Any] | None = STRUCTURED_OUTPUTS,
         compilation_cache_dir: str | Path | None = None,
+        disable_log_stats: bool = True,
     ) -> None:
         config = EngineConfig(
             dtype=dtype,
@@ -92,6 +95,7 @@ class LLM:
         )
         self.engine = EngineCore.from_model(model, tokenizer, config)
         self._ids = itertools.count()
+        self._spec_log = None if disable_log_stats else SpecDecodingLogger(self.engine.stats().speculation)
 
     def generate(
         self,
@@ -174,6 +178,12 @@ class LLM:
     def stats(self) -> Any:
         return self.engine.stats()
 
+    def register_metrics(
+        self, registry: Any = None, labels: Mapping[str, str] | None = None, prefix: str = "jaxserve:"
+    ) -> Any:
+        """Prometheus counters of speculation, as jaxserve.speculative.register_metrics makes them."""
+        return register_metrics(self.stats().speculation, registry, labels, prefix)
+
     def shutdown(self) -> None:
         """Frees the device's memory. The object is of no use afterwards."""
         self.engine.shutdown()
@@ -191,6 +201,8 @@ class LLM:
                     num_tokens += sum(len(o.token_ids) for o in output.outputs)
                     bar.set_postfix_str(f"{num_tokens / (time.perf_counter() - start):.1f} tokens/s", refresh=False)
                     bar.update()
+                if self._spec_log is not None:
+                    self._spec_log.poll(now=not self.engine.has_unfinished())
                 raise_if_interrupted()
         return [done[request_id] for request_id in ids]
 
