@@ -35,9 +35,9 @@ class LLM:
             print(output.outputs[0].text)
 
     model: a directory in Hugging Face layout, a .gguf file, or a model object. tokenizer: a path or an object; None
-    is the model's own. disable_log_stats=False: what became of drafts is logged ("jaxserve", INFO) every ten seconds and
-    at the end of each call. The other arguments are those of EngineConfig. Not thread-safe; AsyncEngine serves many
-    callers at once.
+    is the model's own. disable_log_stats=False: what became of drafts is logged ("jaxserve", INFO) every ten seconds
+    and at the end of each call. The other arguments are those of EngineConfig. Not thread-safe; AsyncEngine serves
+    many callers at once.
     """
 
     def __init__(

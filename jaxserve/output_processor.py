@@ -121,9 +121,9 @@ class OutputProcessor:
         """Takes in the tokens collected for `request`, whose status and stop_reason tell whether they end it.
 
         logprobs: of each new token, where the request wants them. window: drafts that the step verified for it, and
-        tokens that it gave, also those after an end that only the host knows. A stop string that matches wins over any other end:
-        the request then ends with the first `stop.num_tokens` of the new tokens. Requests unknown here (aborted
-        meanwhile) give nothing.
+        tokens that it gave, also those after an end that only the host knows. A stop string that matches wins over any
+        other end: the request then ends with the first `stop.num_tokens` of the new tokens. Requests unknown here
+        (aborted meanwhile) give nothing.
         """
         sequence = self._sequences.get(request.request_id)
         if sequence is None:

@@ -180,6 +180,10 @@ class SpecDecodingCollector:
             by_position.add_metric([*self._labels.values(), str(position)], count)
         return [*totals, by_position]
 
+    def describe(self) -> Sequence[Metric]:
+        """By which a registry knows that it has these counters already."""
+        return self.collect()
+
     def _counter(self, name: str, help_text: str, value: int) -> CounterMetricFamily:
         family = CounterMetricFamily(self._prefix + name, help_text, labels=list(self._labels))
         family.add_metric(list(self._labels.values()), value)

@@ -1,11 +1,22 @@
 """Counts, the log line and the counters of speculation."""
 
+import logging
 import math
 
 import pytest
+from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from jaxserve.speculative.stats import SpecDecodingCollector, SpecDecodingLog, SpecDecodingStats, metrics_text
+from jaxserve.outputs import RequestMetrics
+from jaxserve.speculative.stats import (
+    LOG_INTERVAL,
+    SpecDecodingCollector,
+    SpecDecodingLog,
+    SpecDecodingLogger,
+    SpecDecodingStats,
+    metrics_text,
+    register_metrics,
+)
 
 # (drafts of each request, tokens emitted) -> drafts, drafted, accepted, accepted by position
 RECORDED = [
@@ -78,6 +89,47 @@ def test_log_line():
     assert log.take_line() is None
 
 
+@pytest.mark.parametrize(("drafts", "emitted", "expected"), RECORDED)
+def test_counts_of_a_request(drafts, emitted, expected):
+    metrics = RequestMetrics(arrival_time=0.0)
+    for window in zip(drafts, emitted, strict=True):
+        metrics.add_window(*window)
+    num_drafts, drafted, accepted, by_position = expected
+    assert (metrics.num_drafts, metrics.num_draft_tokens, metrics.num_accepted_tokens) == (
+        num_drafts,
+        drafted,
+        accepted,
+    )
+    assert metrics.num_accepted_tokens_per_pos == by_position[: max(drafts)]
+
+
+def test_counts_since():
+    totals = count([3], [4])
+    earlier = count([3], [4])
+    totals.observe(2, 2)
+    assert totals.since(earlier) == count([2], [2], width=3)
+    assert totals == count([3, 2], [4, 2])
+
+
+def test_the_line_comes_every_few_seconds(caplog):
+    now, totals = [0.0], count([3], [2])
+    logger = SpecDecodingLogger(totals, clock=lambda: now[0])
+    with caplog.at_level(logging.INFO, "jaxserve"):
+        totals.observe(3, 4)
+        now[0] = LOG_INTERVAL - 1
+        logger.poll()
+        assert not caplog.messages
+        now[0] = LOG_INTERVAL
+        logger.poll()
+        logger.poll()
+        assert len(caplog.messages) == 1
+        assert "Accepted: 3 tokens, Drafted: 3 tokens" in caplog.text, "what came before the logger is not counted"
+        totals.observe(3, 1)
+        logger.poll(now=True)
+        logger.poll(now=True)
+        assert len(caplog.messages) == 2
+
+
 @pytest.mark.parametrize("prefix", ["jaxserve:", "vllm:"])
 def test_counters(prefix):
     totals = count([3, 3], [3, 2])
@@ -99,6 +151,18 @@ def test_counters(prefix):
     assert 'model_name="m"' in metrics_text(collector)
     totals.observe(1, 2)
     assert samples()[name + "drafts_total", None] == 3
+
+
+def test_registry():
+    registry = CollectorRegistry()
+    totals = count([3, 3], [3, 2])
+    collector = register_metrics(totals, registry, {"model_name": "m"}, "vllm:")
+    name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    assert registry.get_sample_value(name, {"model_name": "m", "position": "1"}) == 1
+    with pytest.raises(ValueError, match="Duplicated"):
+        register_metrics(totals, registry, prefix="vllm:")
+    registry.unregister(collector)
+    assert registry.get_sample_value(name, {"model_name": "m", "position": "1"}) is None
 
 
 def test_unknown_prefix():
