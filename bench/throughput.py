@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +59,12 @@ class Ours:
 class Peer:
     """Another engine, behind a line protocol (bench/peers/README.md)."""
 
-    def __init__(self, python: str, script: str, hf: Path, prompts: Path, batches: list[int], tokens: int) -> None:
+    def __init__(
+        self, python: str, script: str, hf: Path, prompts: Path, batches: list[int], tokens: int,
+        options: Sequence[str] = (),
+    ) -> None:  # fmt: skip
         command = [python, str(HERE / "peers" / script), "--model", str(hf), "--prompts", str(prompts)]
-        command += ["--tokens", str(tokens), "--sampling", *SAMPLING, "--batch", *map(str, batches)]
+        command += ["--tokens", str(tokens), "--sampling", *SAMPLING, "--batch", *map(str, batches), *options]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )

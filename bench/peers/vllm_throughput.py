@@ -30,7 +30,7 @@ ENVIRONMENT = {
 
 
 class Peer:
-    def __init__(self, model: str, prompts: list[list[int]]) -> None:
+    def __init__(self, model: str, prompts: list[list[int]], speculation: dict[str, Any] | None) -> None:
         from vllm import LLM
 
         self.prompts = prompts
@@ -40,6 +40,7 @@ class Peer:
             max_model_len=2048,
             enable_prefix_caching=False,  # every round sends the same prompts
             generation_config="vllm",  # no sampling defaults from the model's folder
+            speculative_config=speculation,
         )
 
     def run(self, batch: int, tokens: int, sampling: str) -> dict[str, float]:
@@ -68,6 +69,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32], help="batch sizes to warm up")
     parser.add_argument("--tokens", type=int, default=64, help="output tokens of each prompt")
     parser.add_argument("--sampling", nargs="+", choices=list(SAMPLING), default=["greedy"], help="kinds to warm up")
+    parser.add_argument("--speculative-config", type=json.loads, help="vLLM's option of that name: a JSON object")
     parser.add_argument("--rounds", type=int, default=0, help="measure N times and exit; 0: serve stdin")
     args = parser.parse_args()
 
@@ -75,7 +77,7 @@ def main() -> None:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     with open(args.prompts, encoding="utf-8") as file:
-        peer = Peer(args.model, json.load(file))
+        peer = Peer(args.model, json.load(file), args.speculative_config)
     cases: list[dict[str, Any]] = [
         {"batch": batch, "tokens": args.tokens, "sampling": sampling}
         for sampling in args.sampling
