@@ -6,21 +6,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxserve.structured.regex_syntax import check_regex
+from jaxserve.structured.errors import GrammarError, LimitError, NoTableError
+from jaxserve.structured.nfa import NFA, determinize
+from jaxserve.structured.regex_parser import parse
+from jaxserve.structured.regex_syntax import strip_anchors
 
-NUM_BYTES = 256
-
-
-class GrammarError(ValueError):
-    """A grammar that does not compile. The message is for who wrote it."""
-
-
-class NoTableError(GrammarError):
-    """A grammar that may be right, but that no table is made of: another backend may hold it."""
-
-
-class LimitError(NoTableError):
-    """A grammar that would take more than the limits allow."""
+_NFA_STATES = 8  # times max_raw_states: what the expression itself may take
+__all__ = ["ByteDFA", "GrammarError", "GrammarLimits", "LimitError", "NoTableError", "compile_regex", "minimize"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,44 +70,19 @@ class ByteDFA:
 def compile_regex(regex: str, limits: GrammarLimits | None = None) -> ByteDFA:
     """The minimal DFA of the texts that `regex` matches as a whole; NUL is in none of them.
 
-    outlines-core makes its automaton for leftmost-first search, where (foo|foobar) never reads foobar. A sentinel that
-    no text contains, NUL, undoes that: behind it every alternative has to have come to its end, so a state is final iff
-    it matches when NUL follows. Raises GrammarError, LimitError.
+    Raises NoTableError for syntax that it does not know, LimitError, and GrammarError when there is no such text.
     """
-    from outlines_core import Index, Vocabulary
-
     limits = limits or GrammarLimits()
     if len(regex) > limits.max_regex_chars:
         raise LimitError(f"the expression has {len(regex)} characters, over the limit of {limits.max_regex_chars}")
-    vocabulary = Vocabulary(NUM_BYTES, {bytes([i]): [i] for i in range(NUM_BYTES)})
     try:
-        body = check_regex("regex", regex)
-        index = Index(f"(?:{body})\\x00", vocabulary)
-    except ValueError as error:
-        raise GrammarError(f"not a regular expression: {error}") from None
-    raw = index.get_transitions()
-    if len(raw) > limits.max_raw_states:
-        raise LimitError(f"the automaton has {len(raw)} states, over the limit of {limits.max_raw_states}")
-    dfa = minimize(*_to_arrays(raw, index.get_initial_state(), index.get_final_states()))
+        nfa = NFA(parse(strip_anchors(regex)), _NFA_STATES * limits.max_raw_states)
+    except RecursionError:
+        raise LimitError("the expression is nested too deep") from None
+    dfa = minimize(*determinize(nfa, limits.max_raw_states))
     if dfa.num_states > limits.max_states:
         raise LimitError(f"the automaton has {dfa.num_states} states, over the limit of {limits.max_states}")
     return dfa
-
-
-def _to_arrays(raw: dict[int, dict[int, int]], start: int, matched: set[int]) -> tuple[np.ndarray, np.ndarray]:
-    """transitions [N, 256] int32 with the start first and without NUL, final [N] bool."""
-    number = {state: i for i, state in enumerate([start, *(s for s in raw if s != start)])}
-    for edges in raw.values():
-        for target in edges.values():
-            number.setdefault(target, len(number))
-    transitions = np.full((len(number), NUM_BYTES + 1), -1, np.int32)
-    final = np.zeros(len(number), bool)
-    for state, edges in raw.items():
-        row = number[state]
-        transitions[row, list(edges)] = [number[t] for t in edges.values()]
-        final[row] = edges.get(0) in matched
-    transitions[:, 0] = -1
-    return transitions[:, :NUM_BYTES], final
 
 
 def minimize(transitions: np.ndarray, final: np.ndarray) -> ByteDFA:

@@ -1,5 +1,5 @@
-"""Tables are compiled in processes of their own: on some expressions outlines-core ends the process it runs in, or uses
-all of its time or memory. The process is this module under Python, without JAX; a dead one is replaced."""
+"""Tables are compiled in processes of their own: they do not hold up the engine's threads, and are ended when a grammar
+takes more time or memory than it may. A process is this module under Python, without JAX; a dead one is replaced."""
 
 from __future__ import annotations
 
@@ -156,8 +156,6 @@ def _start() -> tuple[subprocess.Popen[bytes], Connection]:
 
 def main(fd: int) -> None:
     """The process: reads jobs from a socket until the other end is closed."""
-    import outlines_core  # noqa: F401  (before memory is limited)
-
     connection: Connection = Connection(fd)
     vocabulary, limits = pickle.loads(connection.recv_bytes())
     vocabulary.tokenize(b"warm")
