@@ -2,10 +2,10 @@
 
     python bench/aot_kernels.py [--write docs/h100.md] [--json FILE] [--only NAME]
 
-Needs the cuda12 extra (JAX's CUDA plugin and ptxas; no driver, no GPU). Of every kernel: registers, spills, shared
-memory, the PTX instructions that matter and the time to compile; of every program: temporaries. Fails on a spill, on a
-program that writes a copy of the logits where its byte plan has none, and on a pass over the logits without 128-bit
-loads.
+Needs the cuda12 extra (JAX's CUDA plugin and ptxas; no driver, no GPU). Of every kernel: registers, spills and the PTX
+instructions that matter; of every program: temporaries, the arrays as large as the logits that it writes, and the time
+to compile. Fails on a spill, on a program that writes more of these arrays than its byte plan says, and on a pass over
+the logits without 128-bit loads.
 """
 
 # ruff: noqa: E402 (the environment comes before JAX)
@@ -37,7 +37,8 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pallas_kernels import Filters, top_k_top_p_sample
+from pallas_kernels import Filters, Proposal, rejection_sample, top_k_top_p_sample
+from pallas_kernels.top_k_top_p import apply_mask
 
 PTX = {
     "128-bit loads": r"\bld\.[a-z.:]*v4\.",
@@ -57,36 +58,89 @@ class Kernel:
 
 @dataclass
 class Program:
-    """name, what was compiled. copies: of the logits, that its byte plan allows."""
+    """name, what was compiled; calls: of Mosaic kernels. logits: the bytes of p's. plan: how many arrays of the logits'
+    size its byte plan writes, copies: how many the program does."""
 
     name: str
-    logits: int  # bytes
-    copies: float
+    logits: int
+    plan: int
+    calls: int
+    copies: int = 0
     temp: int = 0
     seconds: float = 0.0
     kernels: list[Kernel] = field(default_factory=list)
 
 
+Function = Callable[..., Any]
+SAMPLED = ((64, 128256), (64, 151936), (8, 32000))
+VERIFIED = ((64, 3, 128256),)
+
+
 def filters(rows: int) -> Filters:
-    return Filters(Shape((rows,), jnp.float32), Shape((rows,), jnp.float32), Shape((rows,), jnp.int32),
-                   Shape((rows,), jnp.float32))  # fmt: skip
-
-
-def sample_arguments(rows: int, vocab: int) -> tuple[Any, ...]:
-    return Shape((rows, vocab), jnp.float32), filters(rows), Shape((rows, 8), jnp.uint32)
+    number = Shape((rows,), jnp.float32)
+    return Filters(temperature=number, min_p=number, top_k=Shape((rows,), jnp.int32), top_p=number)
 
 
 def sample(*args: Any) -> Any:
     return top_k_top_p_sample(*args, implementation="mosaic", interpret=False)
 
 
-def programs() -> list[tuple[Program, Callable[..., Any], tuple[Any, ...]]]:
-    found: list[tuple[Program, Callable[..., Any], tuple[Any, ...]]] = []
+def sample_arguments(rows: int, vocab: int) -> tuple[Any, ...]:
+    return Shape((rows, vocab), jnp.float32), filters(rows), Shape((rows, 8), jnp.uint32)
+
+
+def verify(method: str) -> Function:
+    def function(proposal: Proposal | None, *args: Any) -> Any:
+        keywords = {"proposal": proposal, "method": method}
+        return rejection_sample(*args, **keywords, implementation="mosaic", interpret=False)
+
+    return function
+
+
+def verify_arguments(slots: int, k: int, vocab: int, paired: bool) -> tuple[Any, ...]:
+    logits, drafts = Shape((slots, 1 + k, vocab), jnp.float32), Shape((slots, k), jnp.int32)
+    words, uniforms = Shape((slots, 1 + k, 8), jnp.uint32), Shape((slots, k), jnp.float32)
+    proposal = Proposal(Shape((slots, k, vocab), jnp.float32), filters(slots)) if paired else None
+    return proposal, logits, drafts, filters(slots), words, uniforms
+
+
+def process(
+    logits: jax.Array,
+    mask: jax.Array,
+    counts: jax.Array,
+    prompt: jax.Array,
+    penalties: jax.Array,
+    temperature: jax.Array,
+) -> jax.Array:
+    """Grammar mask, penalties and temperature as the engine applies them: logits [R, V] bfloat16, counts [R, V] int32
+    of the output, prompt [R, ceil(V / 32)] packed, penalties [R, 3]."""
+    x = apply_mask(logits.astype(jnp.float32), mask)
+    repetition, frequency, presence = (penalties[:, i, None] for i in range(3))
+    seen = (counts > 0) | (apply_mask(jnp.zeros_like(x), prompt) == 0)
+    x = jnp.where(seen, jnp.where(x > 0, x / repetition, x * repetition), x)
+    return (x - frequency * counts - presence * (counts > 0)) / temperature[:, None]
+
+
+def process_arguments(rows: int, vocab: int) -> tuple[Any, ...]:
+    words = Shape((rows, -(-vocab // 32)), jnp.uint32)
+    logits, counts = Shape((rows, vocab), jnp.bfloat16), Shape((rows, vocab), jnp.int32)
+    return logits, words, counts, words, Shape((rows, 3), jnp.float32), Shape((rows,), jnp.float32)
+
+
+def programs() -> list[tuple[Program, Function, tuple[Any, ...]]]:
+    found: list[tuple[Program, Function, tuple[Any, ...]]] = []
     # Where the vocabulary is no multiple of 256 the row is padded, which is a copy when nothing comes before.
-    for rows, vocab, copies in ((64, 128256, 0.2), (64, 151936, 1.2), (8, 32000, 0.2)):
-        program = Program(f"top_k_top_p_sample {rows} x {vocab}", 4 * rows * vocab, copies)
+    for rows, vocab in SAMPLED:
+        plan = int(vocab % 256 > 0)
+        program = Program(f"top_k_top_p_sample {rows} x {vocab}", 4 * rows * vocab, plan, calls=2)
         found.append((program, sample, sample_arguments(rows, vocab)))
-    return found
+    for slots, k, vocab in VERIFIED:
+        for method, paired, calls in (("standard", False, 3), ("standard", True, 5), ("block", True, 6)):
+            name = f"rejection_sample {method}{', with q' if paired else ''} {slots} x {1 + k} x {vocab}"
+            program = Program(name, 4 * slots * (1 + k) * vocab, 0, calls)
+            found.append((program, verify(method), verify_arguments(slots, k, vocab, paired)))
+    program = Program("mask, penalties and temperature 64 x 128256", 4 * 64 * 128256, plan=1, calls=0)
+    return [*found, (program, process, process_arguments(64, 128256))]
 
 
 def h100() -> NamedSharding:
@@ -104,8 +158,20 @@ def measure(program: Program, function: Callable[..., Any], arguments: tuple[Any
     compiled = jax.jit(function).lower(*arguments).compile()
     program.seconds = time.perf_counter() - started
     program.temp = compiled.memory_analysis().temp_size_in_bytes
+    program.copies = copies(compiled.as_text(), program.logits)
     program.kernels = [read_kernel(file) for file in sorted(set(DUMP.rglob("*.ptxas")) - before)]
     return program
+
+
+def copies(text: str, size: int) -> int:
+    """How many instructions of the entry computation write half as much as the logits, or more."""
+    entry = text[text.index("\nENTRY") :]
+    written = 0
+    for dtype, dims, operation in re.findall(r"= (\w+)\[([\d,]+)\]\S* ([\w-]+)\(", entry):
+        width = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "pred": 1}.get(dtype, 8)
+        bytes_ = width * int(np.prod([int(d) for d in dims.split(",")]))
+        written += operation not in ("parameter", "bitcast", "get-tuple-element") and bytes_ >= size / 2
+    return written
 
 
 def read_kernel(report: Path) -> Kernel:
@@ -120,11 +186,13 @@ def read_kernel(report: Path) -> Kernel:
 def check(program: Program) -> list[str]:
     """What is wrong; empty when nothing is."""
     wrong = [f"kernel {i} spills {k.spilled} bytes" for i, k in enumerate(program.kernels) if k.spilled]
-    if not program.kernels:
-        wrong.append("no kernel was compiled")
-    elif not program.kernels[0].instructions["128-bit loads"]:
+    if len(program.kernels) != program.calls:
+        wrong.append(f"{len(program.kernels)} kernels were compiled, not {program.calls}")
+    elif program.calls and not program.kernels[0].instructions["128-bit loads"]:
         wrong.append("the pass over the logits has no 128-bit loads")
-    if program.temp > program.copies * program.logits:
+    if program.copies > program.plan:
+        wrong.append(f"{program.copies} arrays of the logits' size are written, not {program.plan}")
+    if program.temp > (program.plan + 0.3) * program.logits:
         wrong.append(f"temporaries take {program.temp} bytes, the logits {program.logits}")
     return [f"{program.name}: {w}" for w in wrong]
 
@@ -138,9 +206,10 @@ def table(measured: list[Program]) -> str:
         for i, kernel in enumerate(program.kernels):
             cells = [i, kernel.registers, kernel.spilled, *kernel.instructions.values()]
             lines.append(f"| {program.name if i == 0 else ''} | " + " | ".join(map(str, cells)) + " |")
-    lines += ["", "| program | logits, MB | temporaries, MB | compiled in, s |", "|---|---|---|---|"]
+    lines += ["", "| program | logits, MB | temporaries, MB | arrays as large written | compiled in, s |"]
+    lines += ["|---|---|---|---|---|"]
     for p in measured:
-        lines.append(f"| {p.name} | {p.logits / 1e6:.1f} | {p.temp / 1e6:.1f} | {p.seconds:.0f} |")
+        lines.append(f"| {p.name} | {p.logits / 1e6:.1f} | {p.temp / 1e6:.1f} | {p.copies} | {p.seconds:.0f} |")
     return "\n".join(lines)
 
 

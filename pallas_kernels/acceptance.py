@@ -7,6 +7,7 @@ recomputed inside the sums over the vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -71,11 +72,14 @@ def standard_chances(pair: Pair) -> jax.Array:
     return jnp.minimum(_ratio(pair), 1.0)
 
 
-def block_chances(pair: Pair, checkable: jax.Array) -> tuple[jax.Array, jax.Array]:
+def block_chances(
+    pair: Pair, checkable: jax.Array, mass: Callable[[Pair, jax.Array], jax.Array] | None = None
+) -> tuple[jax.Array, jax.Array]:
     """Block verification (Sun et al. 2024, Algorithm 2): keep as many drafts as the last success says.
 
-    checkable: [S] int32, drafts that may be kept; chances beyond are 0. Returns the chances h_1 .. h_K, [S, K], and the
-    shares p_0 .. p_K, [S, 1+K], of p in the residual after so many kept drafts.
+    checkable: [S] int32, drafts that may be kept; chances beyond are 0. mass: as `residual_mass`, the default.
+    Returns the chances h_1 .. h_K, [S, K], and the shares p_0 .. p_K, [S, 1+K], of p in the residual after so many kept
+    drafts.
     """
 
     def step(share: jax.Array, ratio: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -84,7 +88,7 @@ def block_chances(pair: Pair, checkable: jax.Array) -> tuple[jax.Array, jax.Arra
 
     start = jnp.ones(pair.draft.shape[0])
     shares = jax.lax.scan(step, start, _ratio(pair).T)[1].T  # [S, K]
-    left = residual_mass(pair, jnp.concatenate([start[:, None], shares[:, :-1]], axis=1))[:, 1:]
+    left = (mass or residual_mass)(pair, jnp.concatenate([start[:, None], shares[:, :-1]], axis=1))[:, 1:]
     left = jnp.pad(left, ((0, 0), (0, 1)))  # of the row after each draft; the last has no draft to judge
     inner = jnp.where(shares >= 1, 1.0, left / jnp.where(shares >= 1, 1.0, left + 1 - shares))
     index = jnp.arange(1, 1 + shares.shape[1])

@@ -16,6 +16,7 @@ from pallas_kernels.distribution import Filters
 VOCABS = (100, 8193, 10000, 128256, 151936)  # of tests: multiples of nothing, of 16, of 256, of 128
 BENCH_ROWS = (1, 8, 64, 256, 512)
 BENCH_VOCABS = (32000, 128256, 151936)
+_OFF = {"temperature": 1.0, "min_p": 0.0, "top_k": 0, "top_p": 1.0}
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Case:
 
 
 def _row(name: str, logits: np.ndarray, **filters: float) -> tuple[str, np.ndarray, dict[str, float]]:
-    return name, logits.astype(np.float32), {"temperature": 1.0, "min_p": 0.0, "top_k": 0, "top_p": 1.0} | filters
+    return name, logits.astype(np.float32), _OFF | filters
 
 
 def sampling_case(vocab: int, seed: int = 0, only: str = "") -> Case:
@@ -38,6 +39,67 @@ def sampling_case(vocab: int, seed: int = 0, only: str = "") -> Case:
     names, logits, settings = zip(*rows, strict=True)
     words = np.random.default_rng(seed).integers(0, 2**32, (len(rows), 8), dtype=np.uint32)
     return Case(names, np.stack(logits), filters_of(settings), words)
+
+
+@dataclass(frozen=True)
+class DraftCase:
+    """Slots with their names and K = 2 drafts each. logits [S, 3, V], drafts [S, 2] int32, filters [S], words [S, 3, 8]
+    uint32, uniforms [S, 2]; draft_logits [S, 2, V] and draft_filters [S], what drafts were drawn from; rates [2]."""
+
+    names: tuple[str, ...]
+    logits: np.ndarray
+    drafts: np.ndarray
+    filters: Filters
+    words: np.ndarray
+    uniforms: np.ndarray
+    draft_logits: np.ndarray
+    draft_filters: Filters
+    rates: np.ndarray
+
+
+def draft_case(vocab: int, only: str = "") -> DraftCase:
+    """Slots of one vocabulary whose names contain `only`; what a slot holds does not depend on the others."""
+    rng = np.random.default_rng(vocab)
+    slots = [slot for slot in _slots(vocab, rng) if only in slot[0]]
+    names, logits, q, settings, uniforms = zip(*slots, strict=True)
+    draft_logits = np.stack(q)
+    drafts = np.argmax(draft_logits + np.random.default_rng(1).gumbel(size=(len(slots), 1, vocab)), axis=2)
+    drafts[["one draft" in name for name in names], 1] = -1
+    rng = np.random.default_rng(2)
+    return DraftCase(
+        names=names,
+        logits=np.stack(logits).astype(np.float32),
+        drafts=drafts.astype(np.int32),
+        filters=filters_of(settings),
+        words=rng.integers(0, 2**32, (len(slots), 3, 8), dtype=np.uint32),
+        uniforms=np.array(uniforms, np.float32),
+        draft_logits=draft_logits.astype(np.float32),
+        draft_filters=filters_of([_OFF | {"temperature": 1.5 if "warm" in name else 1.0} for name in names]),
+        rates=np.array([0.7, 0.5], np.float32),
+    )
+
+
+def _slots(vocab: int, rng: np.random.Generator) -> list[tuple[str, np.ndarray, np.ndarray, dict[str, float], Any]]:
+    """Name, target logits [3, V], draft logits [2, V], filters, uniforms of each slot."""
+    flat, peaked, noise = 0.3 * rng.standard_normal((3, vocab)), 3 * rng.standard_normal((3, vocab)), rng.random((2, 2))
+    bad, other = peaked.copy(), peaked[:2] + rng.standard_normal((2, vocab))
+    bad[1, vocab // 2] = np.nan
+    keep, reject = [0.0, 0.0], [0.01, 0.9999999]
+
+    def slot(name: str, p: np.ndarray, q: np.ndarray, u: Any, **filters: float) -> Any:
+        return name, p, q, _OFF | filters, u
+
+    return [
+        slot("greedy", peaked, other, noise[0], temperature=0.0),
+        slot("plain", peaked, other, reject),
+        slot("plain, flat", flat, flat[1:], reject, temperature=1.3),
+        slot("plain, equal", peaked, peaked[:2], noise[1]),
+        slot("top_k 50", peaked, other, reject, top_k=50),
+        slot("top_p 0.9, warm drafts", peaked, other, keep, top_p=0.9),
+        slot("top_p 0.9, flat", flat, flat[1:], reject, top_p=0.9),
+        slot("NaN in the second row", bad, other, keep),
+        slot("one draft", peaked, other, keep, top_k=5),
+    ]
 
 
 def filters_of(settings: Any) -> Filters:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from pallas_kernels.block_shape import BlockShape
 from pallas_kernels.distribution import Filters, find_distribution, is_finite, largest
 from pallas_kernels.draw import MAX_VOCAB, draw
 from pallas_kernels.implementation import choose
@@ -33,6 +34,7 @@ def top_k_top_p_sample(
     logprob: bool = False,
     implementation: str | None = None,
     interpret: bool | None = None,
+    block_shape: BlockShape | None = None,
 ) -> Drawn:
     """One token a row.
 
@@ -43,19 +45,19 @@ def top_k_top_p_sample(
     valid: [R] bool; a row that is not costs nothing, and its result means nothing.
     mask: [R, ceil(V / 32)] uint32; token i is allowed where bit i % 32 of word i // 32 is set.
     logprob: also the log-probability of the token, after the mask and before temperature.
-    implementation, interpret: see implementation.choose. Both are static: of a function under jit they are part of
-        what is compiled.
+    implementation, interpret, block_shape: see implementation.choose. All are static: of a function under jit they are
+        part of what is compiled.
     Raises ValueError for shapes that do not fit and an implementation that cannot run.
     """
     _check(logits, words, mask)
-    choice = choose(implementation, interpret)
+    choice = choose(implementation, interpret, block_shape)
     logits = logits.astype(jnp.float32)
     if mask is not None:
         logits = apply_mask(logits, mask)
     if choice.name == "mosaic":
         from pallas_kernels.mosaic.sample import sample_random
 
-        token, top = sample_random(logits, filters, words, valid, choice.interpret)
+        token, top = sample_random(logits, filters, words, valid, choice.block_shape, choice.interpret)
     elif choice.name == "triton":
         from pallas_kernels.triton.sample import sample_random as sample_triton
 

@@ -1,7 +1,7 @@
 """The one pass over the logits: maximum and sum of weights of every segment of 16.
 
 HBM   V * 4 bytes a row read once, V / 16 * 8 bytes written (an eighth)
-block 64 tiles of 256 entries, 64 KB, held in the registers of one warpgroup: 32 loads of 128 bits a thread in
+block up to 64 tiles of 256 entries, 64 KB, held in the registers of one warpgroup: 32 loads of 128 bits a thread in
       flight, no shared memory, so two blocks share a multiprocessor
 """
 
@@ -18,7 +18,7 @@ from pallas_kernels.compat import load, mosaic_kernel
 from pallas_kernels.draw import TILE
 
 SEGMENT = 16
-BLOCK = 64  # tiles
+HEIGHT = 64  # rows that a layout spreads over a warpgroup: of tiles, of slots, of segments
 IN_TILE = TILE // SEGMENT  # segments
 
 # Rows of 16 entries: four lanes take 16 bytes of a row each, a warp eight rows, so a load is 512 bytes in one piece and
@@ -26,42 +26,45 @@ IN_TILE = TILE // SEGMENT  # segments
 ROWS = plgpu.Layout.TILED(plgpu.Tiling(((64, 16), (16, 16), (8, 16), (4,))), (-7,), (-3, -2), -1)
 
 
-def num_blocks(tiles: int) -> int:
-    """Blocks that cover a row; the last is moved back so that it ends with the row."""
-    return -(-tiles // BLOCK)
+def num_slots(tiles: int) -> int:
+    """A slot for every tile, and some that hold nothing: a multiple of 64, so of every block."""
+    return -(-tiles // HEIGHT) * HEIGHT
 
 
-def first_tile(block: Any, tiles: int) -> Any:
-    return jnp.minimum(block * BLOCK, tiles - BLOCK)
+def first_tile(block: Any, tiles: int, size: int) -> Any:
+    """Of a block of `size` tiles; one that does not fit is moved back so that it ends with the row."""
+    return jnp.minimum(block * size, tiles - size)
 
 
-def tile_of_slot(slot: Any, tiles: int) -> Any:
-    """Blocks have room for 64 tiles each. The last block sees some tiles a second time; their slots hold nothing."""
-    return first_tile(slot // BLOCK, tiles) + slot % BLOCK
+def tile_of_slot(slot: Any, tiles: int, size: int) -> Any:
+    """The last blocks see some tiles a second time; their slots hold nothing."""
+    return first_tile(slot // size, tiles, size) + slot % size
 
 
-def segment_statistics(segments: jax.Array, inverse: jax.Array, interpret: Any) -> tuple[jax.Array, jax.Array]:
-    """Maxima and sums of exp((x - maximum) * inverse), [R, slots] float32; -inf and 0 in slots that hold nothing.
+def segment_statistics(
+    segments: jax.Array, inverse: jax.Array, block: int, interpret: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Maxima and sums of exp((x - maximum) * inverse), [R, slots * 16] float32; -inf and 0 in slots that hold nothing.
 
-    segments: [R, tiles * 16, 16] float32, tiles >= 64. inverse: [R] float32, 1 / temperature.
+    segments: [R, tiles * 16, 16] float32, tiles >= 64. inverse: [R] float32, 1 / temperature. block: tiles.
     """
     rows, tiles = segments.shape[0], segments.shape[1] // IN_TILE
-    blocks, height = num_blocks(tiles), BLOCK * IN_TILE
+    slots, height = num_slots(tiles), block * IN_TILE
 
     def body(x_ref: Any, inverse_ref: Any, max_ref: Any, sum_ref: Any) -> None:
-        row, block = jax.lax.axis_index("row"), jax.lax.axis_index("block")
-        start = first_tile(block, tiles)
+        row, at_block = jax.lax.axis_index("row"), jax.lax.axis_index("block")
+        start = first_tile(at_block, tiles, block)
         x = load(x_ref, (row, pl.ds(start * IN_TILE, height)), ROWS, interpret)
         top = jnp.max(x, axis=1)
         over = jax.lax.broadcast_in_dim(top, x.shape, (0,))
         sums = jnp.sum(jnp.exp(jnp.where(x == over, 0.0, (x - over) * inverse_ref[row])), axis=1)
-        seen = (block * BLOCK - start) * IN_TILE  # segments that the block before has had
+        seen = (at_block * block - start) * IN_TILE  # segments that the block before has had
         at = jax.lax.broadcasted_iota(jnp.int32, top.shape, 0)
-        max_ref[row, pl.ds(block * height, height)] = jnp.where(at >= seen, top, -jnp.inf)
-        sum_ref[row, pl.ds(block * height, height)] = jnp.where(at >= seen, sums, 0.0)
+        max_ref[row, pl.ds(at_block * height, height)] = jnp.where(at >= seen, top, -jnp.inf)
+        sum_ref[row, pl.ds(at_block * height, height)] = jnp.where(at >= seen, sums, 0.0)
 
-    shape = jax.ShapeDtypeStruct((rows, blocks * height), jnp.float32)
+    shape = jax.ShapeDtypeStruct((rows, slots * IN_TILE), jnp.float32)
     kernel = mosaic_kernel(
-        body, interpret=interpret, out_type=[shape, shape], grid=(rows, blocks), grid_names=("row", "block")
+        body, interpret=interpret, out_type=[shape, shape], grid=(rows, slots // block), grid_names=("row", "block")
     )
     return tuple(kernel(segments, inverse))

@@ -76,7 +76,9 @@ def names_that_differ(case: Case, a: jax.Array, b: jax.Array) -> list[str]:
 
 def test_mosaic_does_not_race() -> None:
     case = sampling_case(16384 + 300, only="top_p 0.9")  # one row by its candidates, one by the whole row
-    token, _ = sample_random(*map(jnp.asarray, (case.logits,)), case.filters, case.words, None, interpret_params(True))
+    token, _ = sample_random(
+        *map(jnp.asarray, (case.logits,)), case.filters, case.words, None, None, interpret_params(True)
+    )
     assert not races_found()
     assert names_that_differ(case, token, xla(*arguments(case)).token) == []
 
