@@ -189,8 +189,10 @@ class EngineCore:
         else:
             waited = self._collect(previous, outputs)
             outputs += self._sample(flight)
-        if flight is None and previous is None and self.scheduler.has_unfinished():
-            time.sleep(0.001)  # everyone waits for something outside, a grammar being compiled
+        if flight is None and previous is None:
+            if self.scheduler.has_unfinished():
+                time.sleep(0.001)  # everyone waits for something outside, a grammar being compiled
+            return outputs
         self._num_steps += 1
         self._wait_seconds += waited
         self._host_seconds += time.perf_counter() - started - waited
@@ -222,13 +224,17 @@ class EngineCore:
         for _, request in flight.matched:
             if request.status.is_finished or request.constraint is None:
                 continue
+            name = request.request_id
             try:
-                request.constraint.accept(collected.tokens[request.request_id])
+                count = request.constraint.accept(collected.tokens[name])
+                collected.tokens[name] = collected.tokens[name][:count]
+                if name in collected.logprobs:
+                    collected.logprobs[name] = collected.logprobs[name][:count]
             except GrammarError as error:
-                collected.errors[request.request_id] = f"structured_outputs: {error}"
+                collected.errors[name] = f"structured_outputs: {error}"
                 collected.num_violations += 1
             if request.constraint.is_exhausted:
-                collected.complete.add(request.request_id)
+                collected.complete.add(name)
         self._grammar_violations += collected.num_violations
 
     def _update(self, scheduled: SchedulerOutput, collected: Collected) -> list[RequestOutput]:

@@ -74,10 +74,15 @@ class Constraint:
         elif self._end is not None:
             self._tail = known[-len(self._end) :]
 
-    def accept(self, tokens: Sequence[int]) -> None:
-        """New output of a request that a matcher follows. Raises GrammarError for a token that is illegal."""
+    def accept(self, tokens: Sequence[int]) -> int:
+        """New output of a request that a matcher follows; how many of the tokens count: those after which nothing more
+        can be said do not. Raises GrammarError for a token that is illegal."""
         assert self._matcher is not None
-        self._matcher.accept(tokens[self._enter(tokens) :])
+        count = self._enter(tokens)
+        while count < len(tokens) and not self.is_exhausted:
+            self._matcher.accept(tokens[count : count + 1])
+            count += 1
+        return count
 
     @property
     def is_exhausted(self) -> bool:
