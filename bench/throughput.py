@@ -42,7 +42,7 @@ class Ours:
     def __init__(self, prompts: list[list[int]], dtype: str, max_num_seqs: int) -> None:
         self.prompts = prompts
         self.llm = LLM(demo_model_path(), dtype=dtype, max_model_len=512, max_num_seqs=max_num_seqs,
-                       enable_prefix_caching=False)  # fmt: skip
+                       enable_prefix_caching=False, structured_outputs_config=None)  # fmt: skip
         started = time.perf_counter()
         self.llm.warmup()
         self.warmup_seconds = time.perf_counter() - started
