@@ -42,7 +42,7 @@ from models.heads import head_layer
 
 PAGE = 16
 NOISE = 0.2  # of the hidden states, as in EAGLE
-CE_WEIGHT, CE_ROWS = 0.1, 256  # rows of a batch whose distributions are compared: logits are wide
+CE_WEIGHT, CE_ROWS = 0.1, 128  # rows of a batch whose distributions are compared: logits are wide
 CLIP = 0.5
 TASKS = (
     "Explain {} to a child.", "Write a short story about {}.", "List five facts about {}.", "Why does {} matter?",
@@ -154,28 +154,33 @@ def adam(params: Any, gradients: Any, moments: Any, step: jax.Array, rate: jax.A
     return new, (first, second)
 
 
-def train(head: Eagle, params: Any, corpus: Corpus, steps: int, batch: int, peak: float) -> Any:
+def train(head: Eagle, params: Any, corpus: Corpus, steps: int, batch: int, peak: float, seconds: float) -> Any:
+    """The trained parameters, after `steps` steps or `seconds`, whichever come first: the rate falls to 0 by then."""
     own = {name: params[name] for name in head.specs()}
     shared = {name: value for name, value in params.items() if name not in own}
     moments = (jax.tree.map(jnp.zeros_like, own), jax.tree.map(jnp.zeros_like, own))
 
     @partial(jax.jit, donate_argnums=(0, 1))
-    def update(own, moments, shared, step, tokens, hidden, prompt, length):
+    def update(own, moments, shared, step, progress, tokens, hidden, prompt, length):
         key = jax.random.fold_in(jax.random.key(0), step)
         some = Corpus(tokens, hidden, prompt, length)
         loss, gradients = jax.value_and_grad(partial(loss_of, head))(own, shared, some, key)
-        warm = jnp.minimum(step / (0.05 * steps + 1), 1.0)
-        rate = peak * warm * 0.5 * (1 + jnp.cos(jnp.pi * jnp.minimum(step / steps, 1.0)))
+        rate = peak * jnp.minimum(progress / 0.05, 1.0) * 0.5 * (1 + jnp.cos(jnp.pi * progress))
         return *adam(own, gradients, moments, step + 1.0, rate), loss
 
     started, losses = time.perf_counter(), []
     for step, some in enumerate(batches(corpus, batch, steps)):
+        elapsed = time.perf_counter() - started
+        progress = max((step + 1) / steps, elapsed / seconds)
+        if progress > 1:
+            break
         arrays = (some.tokens, some.hidden, some.prompt, some.length)
-        own, moments, loss = update(own, moments, shared, jnp.float32(step), *arrays)
+        own, moments, loss = update(own, moments, shared, jnp.float32(step), jnp.float32(progress), *arrays)
         losses.append(float(loss))
         if (step + 1) % max(1, steps // 20) == 0:
             recent = np.mean(losses[-max(1, steps // 20) :])
-            print(f"step {step + 1:5d}  loss {recent:.4f}  {time.perf_counter() - started:6.0f} s", flush=True)
+            print(f"step {step + 1:5d}  loss {recent:.4f}  {elapsed:6.0f} s", flush=True)
+    print(f"{len(losses)} steps, loss {np.mean(losses[-10:]):.4f}")
     return shared | own
 
 
@@ -291,6 +296,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=480)
     parser.add_argument("--tokens", type=int, default=128, help="of each output")
     parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--minutes", type=float, default=45, help="of training, at most; default: 45")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--rate", type=float, default=1e-3, help="peak learning rate")
     parser.add_argument("--drafts", type=int, default=3, help="K that is measured")
@@ -310,7 +316,8 @@ def main() -> None:
     head = Eagle(head_layer(head_config(target.config), target), target)
     params = head.load_params(target_params, None)
     before, _ = acceptance(head, params, corpus.take(slice(0, held_out)), args.drafts)
-    params = train(head, params, corpus.take(slice(held_out, None)), args.steps, args.batch, args.rate)
+    seen = corpus.take(slice(held_out, None))
+    params = train(head, params, seen, args.steps, args.batch, args.rate, 60 * args.minutes)
     length, rates = acceptance(head, params, corpus.take(slice(0, held_out)), args.drafts)
     figures = {
         "output_tokens": corpus.num_output_tokens, "generate_s": generated - started,
