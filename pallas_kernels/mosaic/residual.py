@@ -161,7 +161,7 @@ class _Residual(CandidateKernel):
         tile, remains = jax.lax.cond(self.few(), self.tile_by_candidates, self.tile_by_sums)
         x, ids = self.tile(tile)
         y = x if self.q is None else self.q.tile(tile)[0]
-        weights = jnp.where(remains, self.left(x, y, ids), self.p(x, ids))
+        weights = either(remains, self.left(x, y, ids), self.p(x, ids))
         return tile * TILE + pick(weights, self.words[4:])
 
     # ---- weights
@@ -209,7 +209,7 @@ class _Residual(CandidateKernel):
         x, y, ids = self.values_of_candidates(numbers)
         left = self.left(x, y, ids)
         remains = self.remains(fold_all("sum", left))
-        weights = jnp.where(remains, left, self.p(x, ids))
+        weights = either(remains, left, self.p(x, ids))
         return self.pick_segment(numbers, weights, lambda sums: pick(sums, self.words[:4])), remains
 
     # ---- sums of tiles
@@ -228,7 +228,8 @@ class _Residual(CandidateKernel):
         x, ids = self.tile(jnp.maximum(self.draft, 0) // TILE)
         without = jnp.sum(jnp.where(ids == self.draft, 0.0, self.row.weight(x)))
         # Of two slots of a tile one holds nothing.
-        cut = (self.tile_of_slot(slots) == self.draft // TILE) & (whole > 0) & (self.draft >= 0)
+        tile = jnp.where(self.draft >= 0, self.draft // TILE, -1)
+        cut = (self.tile_of_slot(slots) == tile) & (whole > 0)
         place, remains = self.pick_place(jnp.where(cut, without, whole), whole)
         return self.tile_of_slot(place), remains
 
@@ -246,9 +247,15 @@ class _Residual(CandidateKernel):
 
     def pick_place(self, left: jax.Array, whole: jax.Array) -> tuple[Any, Any]:
         remains = self.remains(jnp.sum(left))
-        return pick(jnp.where(remains, left, whole), self.words[:4]), remains
+        return pick(either(remains, left, whole), self.words[:4]), remains
 
     def values_of_block(self, block: Any, part: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Logits of p and of q, and ids: [64, part]."""
         x, ids = self.block(block, part)
         return x, (x if self.q is None else self.q.block(block, part)[0]), ids
+
+
+def either(condition: Any, a: jax.Array, b: jax.Array) -> jax.Array:
+    """a or b, arrays of weights, by a scalar: a kernel has no select for that."""
+    share = jnp.where(condition, 1.0, 0.0)
+    return a * share + b * (1 - share)
