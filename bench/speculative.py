@@ -100,14 +100,14 @@ def run_texts(args: argparse.Namespace) -> list[dict[str, Any]]:
     prompts = {kind: encoded(tokenizer, texts) for kind, texts in PROMPTS.items()}
     with tempfile.TemporaryDirectory() as folder:
         peers = start_peers(args, prompts, Path(folder)) if args.vllm else {}
-        results = [
-            row
-            for kind, batch in itertools.product(prompts, args.batch)
-            for row in one_text_case(engines, peers, kind, prompts[kind], batch, args)
-        ]
+        results = []
+        print(f"\n{'prompts':<12}{'B':>3} {'method':<12}{'tokens/s':>9}{'/ K=0':>7}{'length':>8}  by position")
+        for kind, batch in itertools.product(prompts, args.batch):
+            rows = one_text_case(engines, peers, kind, prompts[kind], batch, args)
+            print_texts(rows)
+            results += rows
     for llm in engines.values():
         llm.shutdown()
-    print_texts(results)
     return results
 
 
@@ -159,13 +159,12 @@ def start_peers(args: argparse.Namespace, prompts: dict[str, Any], folder: Path)
 
 
 def print_texts(results: list[dict[str, Any]]) -> None:
-    print(f"\n{'prompts':<12}{'B':>3} {'method':<12}{'tokens/s':>9}{'/ K=0':>7}{'length':>8}  by position")
     for r in results:
         length = "" if r["acceptance_length"] is None else f"{r['acceptance_length']:.2f}"
         by = " ".join(f"{x:.2f}" for x in r["acceptance_by_position"])
         note = "  OTHER OUTPUT" if r["same_output"] is False else ""
         print(f"{r['prompts']:<12}{r['batch']:>3} {r['method']:<12}{r['tokens_per_s']:>9.1f}{r['speedup']:>7.2f}"
-              f"{length:>8}  {by}{note}")  # fmt: skip
+              f"{length:>8}  {by}{note}", flush=True)  # fmt: skip
 
 
 # ---- drafts of a chosen quality ----
@@ -214,6 +213,7 @@ def run_surface(args: argparse.Namespace) -> dict[str, Any]:
     for batch, rate in itertools.product(args.batch, args.rates):
         set_drafts(llm, answer, rate)
         rows += one_surface_case(llm, counts, [prompt] * batch, rate, args)
+        print(f"{batch} requests, rate {rate}: {[r['speedup'] for r in rows[-1 - len(counts) :]]}", flush=True)
     times = step_times(rows, args.rates)
     fit = fit_step_time(*(np.array(column, float) for column in zip(*times, strict=True)))
     llm.shutdown()
