@@ -61,11 +61,14 @@ class NFA:
             self.empty[entry] = [self._build(node.body, entry), then]
         else:
             for _ in range(node.high - node.low):
-                entry = self._either([self._build(node.body, entry), then])
+                body = self._build(node.body, entry)
+                if body == entry:
+                    break
+                entry = self._either([body, then])
         for _ in range(node.low):
-            before = len(self.edges)
+            before = entry
             entry = self._build(node.body, entry)
-            if len(self.edges) == before:  # an empty body
+            if entry == before:  # an empty body, perhaps a billion times
                 break
         return entry
 

@@ -158,7 +158,7 @@ def _walk(
     groups, class_of_token = [illegal], np.zeros(len(vocabulary), np.int64)
     while len(tokens):
         edge = node * len(first) + byte_class[vocabulary.flat[offsets]]
-        used, edge = np.unique(edge, return_inverse=True)
+        used, edge = _numbered(edge, current.shape[1] * len(first))
         if len(used) * dfa.num_states > limits.max_walk_cells:
             raise LimitError(f"{len(used)} spellings x {dfa.num_states} states are over {limits.max_walk_cells}")
         after = step[current[:, used // len(first)], used % len(first)]
@@ -172,6 +172,16 @@ def _walk(
     columns = np.concatenate(groups, axis=1)
     distinct, group = group_rows(columns.T)
     return columns[:, distinct], group[class_of_token]
+
+
+def _numbered(values: np.ndarray, bound: int) -> tuple[np.ndarray, np.ndarray]:
+    """np.unique with its inverse for `values` below `bound`, without sorting."""
+    seen = np.zeros(bound, bool)
+    seen[values] = True
+    used = np.flatnonzero(seen)
+    rank = np.empty(bound, np.int32)
+    rank[used] = np.arange(len(used), dtype=np.int32)
+    return used, rank[values]
 
 
 def _live_states(columns: np.ndarray, final: np.ndarray) -> np.ndarray:
