@@ -8,6 +8,7 @@ before the first residual is. For a draw that is one row a slot, of the 1 + K th
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -86,6 +87,7 @@ def _ints(rows: Weighted, at: jax.Array) -> list[jax.Array]:
     return [threshold.id[at], key(threshold.value)[at]]
 
 
+@partial(jax.jit, static_argnames=("method", "dtype", "shape", "interpret"))
 def _run(method: str, dtype: Any, given: _Given, shape: BlockShape, interpret: Any) -> jax.Array:
     """The result of a method of `_Residual` for every item."""
     leaves, structure = jax.tree.flatten(given)

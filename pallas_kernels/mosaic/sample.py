@@ -20,6 +20,7 @@ less than 16384, or the logits are not float32: then XLA makes a padded copy, fu
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -78,6 +79,7 @@ def row_of(floats: Any, ints: Any, at: Any) -> tuple[Row, Any, Any]:
     return Row(top, temperature, floor, ints[at, 1], top_p), ints[at, 0], ints[at, 2]
 
 
+@partial(jax.jit, static_argnames=("shape", "interpret"))
 def _sample_kernel(
     arrays: Arrays, floats: jax.Array, ints: jax.Array, words: jax.Array, shape: BlockShape, interpret: Any
 ) -> jax.Array:

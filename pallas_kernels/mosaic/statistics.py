@@ -7,6 +7,7 @@ block up to 64 tiles of 256 entries, 64 KB, held in the registers of one warpgro
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -41,6 +42,7 @@ def tile_of_slot(slot: Any, tiles: int, size: int) -> Any:
     return first_tile(slot // size, tiles, size) + slot % size
 
 
+@partial(jax.jit, static_argnames=("block", "interpret"))
 def segment_statistics(
     segments: jax.Array, inverse: jax.Array, block: int, interpret: Any
 ) -> tuple[jax.Array, jax.Array]:

@@ -7,6 +7,7 @@ reads these, and 4 KB of candidates of a filtered row. It also sums the weights 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -47,6 +48,7 @@ def weigh_rows(
     return Weighed(arrays, Weighted(logits, distribution, total), rest, finite)
 
 
+@partial(jax.jit, static_argnames=("shape", "interpret"))
 def _weigh_kernel(
     arrays: Arrays, floats: jax.Array, ints: jax.Array, drafts: jax.Array, shape: BlockShape, interpret: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,31 +13,33 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.cases import draft_case, sampling_case
 from pallas_kernels.compat import interpret_params, mosaic_kernel, races_found
 from pallas_kernels.drafted import Drafted, Proposal, per_row
-from pallas_kernels.mosaic import residual, sample, statistics, weigh
+from pallas_kernels.mosaic import residual, row, sample, weigh
 from pallas_kernels.mosaic.verifier import MosaicVerifier
 
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The modules whose kernels have run without a race, in order: the detector knows of the last kernel only."""
+    """The kernels that have run without a race, in order, watched one by one: the detector knows of the last only."""
     names: list[str] = []
 
-    def watch(module: Any) -> Callable[..., Any]:
-        def make(*args: Any, **keywords: Any) -> Callable[..., Any]:
-            kernel = mosaic_kernel(*args, **keywords)
+    def watch(module: Any, name: str) -> None:
+        kernel = getattr(module, name)
 
-            def run(*arrays: jax.Array) -> Any:
-                result = jax.block_until_ready(kernel(*arrays))
-                assert not races_found(), module.__name__
-                names.append(module.__name__.split(".")[-1])
-                return result
+        def run(*arguments: Any) -> Any:
+            result = jax.block_until_ready(kernel(*arguments))
+            assert not races_found(), name
+            names.append(name)
+            return result
 
-            return run
+        monkeypatch.setattr(module, name, run)
 
-        return make
-
-    for module in (statistics, sample, weigh, residual):
-        monkeypatch.setattr(module, "mosaic_kernel", watch(module))
+    for module, name in (
+        (row, "segment_statistics"),
+        (sample, "_sample_kernel"),
+        (weigh, "_weigh_kernel"),
+        (residual, "_run"),
+    ):
+        watch(module, name)
     return names
 
 
@@ -50,7 +51,7 @@ def test_sampling_does_not_race(ran: list[str]) -> None:
         lambda x: jnp.asarray(x)[jnp.array(rows)], (case.logits, case.filters, case.words)
     )
     sample.sample_random(logits, filters, words, None, None, interpret_params(True))
-    assert ran == ["statistics", "sample"]
+    assert ran == ["segment_statistics", "_sample_kernel"]
 
 
 def test_verification_does_not_race(ran: list[str]) -> None:
@@ -69,7 +70,7 @@ def test_verification_does_not_race(ran: list[str]) -> None:
     verifier.residual_mass(pair, jnp.full(case.drafts.shape, 0.9))
     slots = np.arange(len(case.names))
     verifier.draw(jnp.zeros(len(slots), jnp.int32), jnp.asarray(slots % 2 == 0), jnp.ones(len(slots)), pair)
-    assert ran == ["statistics", "weigh", "statistics", "weigh", "residual", "residual"]
+    assert ran == ["segment_statistics", "_weigh_kernel"] * 2 + ["_run"] * 2
 
 
 def test_the_detector_finds_a_race() -> None:
