@@ -33,7 +33,7 @@ $(VENV)/.ready: pyproject.toml
 
 $(AOT)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(AOT)
-	$(AOT)/bin/$(PIP) -e '.[cuda12,test]'
+	$(AOT)/bin/$(PIP) -e '.[cuda12,triton,test]'
 	touch $@
 
 clean:

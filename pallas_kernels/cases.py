@@ -65,6 +65,8 @@ def draft_case(vocab: int, only: str = "") -> DraftCase:
     draft_logits = np.stack(q)
     drafts = np.argmax(draft_logits + np.random.default_rng(1).gumbel(size=(len(slots), 1, vocab)), axis=2)
     drafts[["one draft" in name for name in names], 1] = -1
+    for row in (row for row, name in enumerate(names) if name == "greedy"):
+        drafts[row, 0] = np.argmax(logits[row][0])  # one that coupled verification keeps too
     rng = np.random.default_rng(2)
     return DraftCase(
         names=names,
