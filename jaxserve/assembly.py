@@ -130,6 +130,7 @@ def _sampler(model: Model, tokenizer: Any | None, config: EngineConfig, max_mode
         markers=markers,
         max_logprobs=vocab if config.max_logprobs < 0 else min(config.max_logprobs, vocab),
         logprobs_mode=config.logprobs_mode,
+        implementation=config.sampling_implementation,
         method="coupled" if speculation is None else str(speculation.rejection_sample_method),
         rates=None if speculation is None else speculation.conditional_acceptance_rates,
     )

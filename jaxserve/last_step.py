@@ -70,7 +70,8 @@ def sample(
             states = _grammar_states(parts, grammars, window, state.grammar_state[:b])
             words = allowed_words(grammars, rows.grammar.classes, states)
             used = used & legal_prefix(words, window.drafts)
-            window = replace(window, used=used, allowed=words)
+            drafts_left = jnp.where(used[:, 1:], window.drafts, -1)
+            window = replace(window, drafts=drafts_left, used=used, allowed=words)
     own = (state.use,) if state.draft_logits is None else (state.use, state.draft_logits)
 
     def verify(logits: jax.Array, window: Window, use: Any, draft_logits: jax.Array | None = None) -> Any:

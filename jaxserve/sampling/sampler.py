@@ -81,6 +81,7 @@ class Sampler:
     vocab_limit: ids from here on are padding of the logits and never emitted. processors: in the order they apply.
     markers: of thinking sections, None where the engine knows none. max_logprobs: most that a request may ask for.
     method: how drafts are verified (pallas_kernels.rejection). rates: for synthetic, of a draft given those before it.
+    implementation: of the draw and the verification (pallas_kernels.implementation).
     """
 
     vocab_limit: int
@@ -90,6 +91,7 @@ class Sampler:
     logprobs_mode: str = "raw_logprobs"
     method: str = "coupled"
     rates: tuple[float, ...] | None = None
+    implementation: str | None = None
 
     @property
     def max_listed(self) -> int:
@@ -132,6 +134,7 @@ class Sampler:
                 proposal=proposal,
                 rates=rates,
                 valid=window.used[:, 0],
+                implementation=self.implementation,
             )
         tokens = jnp.maximum(verified.tokens, 0).reshape(-1)
         return Emitted(verified.tokens, verified.finite, by_slot(self.logprobs(rows, tokens, window)))
