@@ -103,7 +103,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "ngram": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}},
     "suffix": {"speculative_config": {"method": "suffix", "num_speculative_tokens": 3}},
     "no room": {"structured_outputs_config": {"num_forced_tokens": 0, "pool_bytes": 2 << 16}},
-    "preempted": {"num_blocks": 12, **NO_DRAFTS, "watermark": 0.0},
+    "preempted": {"num_blocks": 9, **NO_DRAFTS, "watermark": 0.0},
 }
 
 
@@ -116,7 +116,7 @@ def served(
 
     def get(setting: str) -> dict[str, RequestOutput]:
         if setting not in done:
-            engine = make_engine(model, tokenizer, max_num_seqs=8, **SETTINGS[setting])
+            engine = make_engine(model, tokenizer, max_num_seqs=4, max_model_len=64, **SETTINGS[setting])
             done[setting] = serve(engine, drive, traffic("llguidance" if setting == "matchers" else "auto"))
             stats = engine.stats()
             assert not stats.grammar_violations
@@ -157,7 +157,9 @@ def test_what_is_forced_takes_fewer_steps(
     asked = {"r": SamplingParams(max_tokens=60, structured_outputs={"regex": "(zxwvu){6}"})}
     steps = []
     for count in (0, 4):
-        engine = make_engine(model, tokenizer, structured_outputs_config={"num_forced_tokens": count})
+        engine = make_engine(
+            model, tokenizer, max_num_seqs=1, max_model_len=64, structured_outputs_config={"num_forced_tokens": count}
+        )
         assert serve(engine, drive, asked)["r"].outputs[0].text == 6 * "zxwvu"
         steps.append(engine.stats().num_steps)
     assert steps[0] >= 30

@@ -30,12 +30,12 @@ KINDS: dict[str, dict[str, Any]] = {"table": {"regex": REGEX}, "matcher": {"gram
 def engine(make_engine: MakeEngine) -> EngineCore:
     """With thinking sections, and forced tokens."""
     reasoning = ReasoningConfig(start=[THINK], end=[END])
-    return make_engine(spelled_model(), SpelledTokenizer(), max_num_seqs=4, reasoning_config=reasoning)
+    return make_engine(spelled_model(), SpelledTokenizer(), max_num_seqs=2, reasoning_config=reasoning)
 
 
 @pytest.fixture(scope="module")
 def plain(make_engine: MakeEngine) -> EngineCore:
-    return make_engine(spelled_model(), SpelledTokenizer(), max_num_seqs=4)
+    return make_engine(spelled_model(), SpelledTokenizer(), max_num_seqs=2)
 
 
 def outlines(text: str) -> str:
@@ -86,7 +86,7 @@ def test_enable_in_reasoning(make_engine: MakeEngine, generate: Generate) -> Non
     engine = make_engine(
         spelled_model(),
         SpelledTokenizer(),
-        max_num_seqs=4,
+        max_num_seqs=2,
         reasoning_config=ReasoningConfig(start=[THINK], end=[END]),
         structured_outputs_config=StructuredOutputsConfig(enable_in_reasoning=True, num_forced_tokens=0),
     )
@@ -271,7 +271,7 @@ def test_illegal_drafts_are_never_kept(make_engine: MakeEngine, drive: Drive, me
     config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 1, "rejection_sample_method": method}
     if method == "synthetic":
         config["synthetic_acceptance_rates"] = [1.0, 1.0, 1.0]
-    engine = make_engine(spelled_model(), SpelledTokenizer(), max_num_seqs=4, speculative_config=config)
+    engine = make_engine(spelled_model(), SpelledTokenizer(), max_num_seqs=2, speculative_config=config)
     for seed in range(12):
         for name, kind in KINDS.items():
             prompt = [*SpelledTokenizer().encode("foozoofoobarxbar"), seed % 26]
@@ -308,7 +308,7 @@ def test_nothing_compiles_after_warmup(make_engine: MakeEngine, drive: Drive, co
 
 @pytest.mark.skipif("len(__import__('jax').devices()) < 2", reason="needs two devices")
 def test_tensor_parallel(make_engine: MakeEngine, generate: Generate, plain: EngineCore) -> None:
-    engine = make_engine(spelled_model(), SpelledTokenizer(), max_num_seqs=4, tensor_parallel_size=2)
+    engine = make_engine(spelled_model(), SpelledTokenizer(), max_num_seqs=2, tensor_parallel_size=2)
     for kind in [*KINDS.values(), {"json": CONST}]:
         params = SamplingParams(seed=4, max_tokens=40, structured_outputs=kind)
         a, b = (generate(e, [1, 2], params).outputs[0] for e in (plain, engine))
