@@ -16,6 +16,7 @@ from jaxserve.structured.regex_parser import Chars, Either, Node, Ranges, Repeat
 
 NUM_BYTES = 256
 _SURROGATES = (0xD800, 0xDFFF)
+_MEMBERS = 64  # times the states of an automaton: of the NFA, in all of them together
 _LAST_OF_LENGTH = (0x7F, 0x7FF, 0xFFFF, 0x10FFFF)  # code points of so many bytes in UTF-8
 Bytes = tuple[tuple[int, int], ...]  # one range of bytes after the other
 
@@ -117,7 +118,7 @@ def _spelled(low: int, high: int) -> Iterator[Bytes]:
 def determinize(nfa: NFA, max_states: int) -> tuple[np.ndarray, np.ndarray]:
     """transitions [N, 256] int32, -1 illegal; final [N] bool; state 0 is the start. Raises LimitError."""
     class_of_byte, num_classes = _byte_classes(nfa)
-    reach = _Reach(nfa)
+    reach = _Reach(nfa, _MEMBERS * max_states)
     number = {reach.of((nfa.start,)): 0}
     by_targets: dict[tuple[int, ...], int] = {}
     queue, rows = list(number), []
@@ -161,16 +162,19 @@ def _moves(nfa: NFA, subset: frozenset[int], class_of_byte: list[int]) -> Iterat
 
 
 class _Reach:
-    """States behind empty edges; of these only those that read a byte or accept."""
+    """States behind empty edges; of these only those that read a byte or accept. Raises LimitError when all that it was
+    asked for is more than max_members together, which bounds the time of the whole construction."""
 
-    def __init__(self, nfa: NFA) -> None:
-        self._nfa = nfa
+    def __init__(self, nfa: NFA, max_members: int) -> None:
+        self._nfa, self._left, self._max = nfa, max_members, max_members
         self._known: dict[int, frozenset[int]] = {}
 
     def of(self, states: tuple[int, ...]) -> frozenset[int]:
         if len(states) == 1:
             return self._of_one(states[0])
-        return frozenset().union(*map(self._of_one, states))
+        parts = [self._of_one(state) for state in states]
+        self._spend(sum(map(len, parts)))
+        return frozenset().union(*parts)
 
     def _of_one(self, start: int) -> frozenset[int]:
         known = self._known.get(start)
@@ -180,6 +184,12 @@ class _Reach:
                 fresh = [s for s in self._nfa.empty[stack.pop()] if s not in seen]
                 seen.update(fresh)
                 stack += fresh
+            self._spend(len(seen))
             known = frozenset(s for s in seen if s == 0 or self._nfa.edges[s])
             self._known[start] = known
         return known
+
+    def _spend(self, members: int) -> None:
+        self._left -= members
+        if self._left < 0:
+            raise LimitError(f"the automaton's states hold more than {self._max} of the expression's")
