@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from jaxserve.structured.dfa import GrammarError
@@ -61,11 +62,39 @@ def _json_rule(schema: Any, options: dict[str, Any]) -> str:
     """The values of a schema. Options of llguidance travel inside the schema, so its own there are refused."""
     if isinstance(schema, dict) and "x-guidance" in schema:
         raise GrammarError("JSON Schema: x-guidance: not enforced; its options are fields of structured_outputs")
+    _check_bounds(schema)
     if options.get("disable_additional_properties"):
         schema = closed(schema)
     if isinstance(schema, dict):
         schema = {**schema, "x-guidance": _json_options(options)}
     return f"%json {json.dumps(schema)}"
+
+
+def _check_bounds(schema: Any) -> None:
+    """llguidance 1.9 takes a whole number for legal that is excluded, where the other bound is less than 1 away."""
+    for node in _nodes(schema):
+        low, high = node.get("exclusiveMinimum"), node.get("exclusiveMaximum")
+        above, below = _numbers(node.get("maximum"), high), _numbers(node.get("minimum"), low)
+        for name, excluded, others in (("exclusiveMinimum", low, above), ("exclusiveMaximum", high, below)):
+            for whole in _numbers(excluded):
+                if whole == int(whole) and any(abs(other - whole) < 1 for other in others):
+                    raise GrammarError(f"JSON Schema: {name}: {whole} is not enforced beside a bound less than 1 away")
+
+
+def _nodes(schema: Any) -> Iterator[dict[str, Any]]:
+    """Every object in a schema, itself included."""
+    stack = [schema]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, dict):
+            yield node
+            stack += node.values()
+        elif isinstance(node, list):
+            stack += node
+
+
+def _numbers(*values: Any) -> list[float]:
+    return [v for v in values if isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v)]
 
 
 def _json_options(options: dict[str, Any]) -> dict[str, Any]:
