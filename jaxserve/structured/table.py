@@ -117,7 +117,8 @@ def compile_table(
     final_all = np.append(final, [True, False])
     legal = transitions != dead
     goes_on = legal[:, :stop_class].any(axis=1)
-    legal[~legal.any(axis=1)] = True
+    if not len(stop_ids):
+        legal[~goes_on] = True
     first, mask_of_state = group_rows(legal)
     if len(first) > limits.max_masks:
         raise LimitError(f"the table has {len(first)} masks, over the limit of {limits.max_masks}")
