@@ -1,0 +1,139 @@
+"""Grammars in EBNF, and structural tags, as llguidance follows them; what parameters refuse."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxserve.structured.dfa import GrammarError
+from jaxserve.structured.gbnf import gbnf_to_lark, is_lark
+from jaxserve.structured.lark import to_lark
+from jaxserve.structured.matcher import MatcherGrammar
+from jaxserve.structured.params import StructuredOutputsParams as Params
+from tests.structured.conftest import EOS
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "sampling_cases.json").read_text(encoding="utf-8"))
+STOPS = frozenset({EOS})
+TAG = {
+    "triggers": ["<fun=", "<fun=x", "[t"],
+    "structures": [
+        {"begin": "<fun=a>", "schema": {"type": "integer"}, "end": "</fun>"},
+        {"begin": "<fun=b>", "schema": {"type": "object", "properties": {"k": {"type": "null"}}}, "end": "</fun>"},
+        {"begin": "[t", "schema": {"type": "boolean"}, "end": ""},
+    ],
+}
+
+
+def accepts(tokens, text: str, **kinds) -> bool:
+    """Whether `text`, byte by byte, is whole under the grammar."""
+    matcher = MatcherGrammar(tokens, to_lark(Params(**kinds).key()), STOPS).new_matcher()
+    try:
+        matcher.accept([*text.encode(), EOS])
+    except GrammarError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("grammar", "whole", "not_whole"),
+    [
+        ('root ::= "a" root "b" | ""', ["", "ab", "aabb"], ["a", "aab", "ba"]),
+        ('root ::= [a-z]* "end"', ["end", "enxend", "append"], ["en", "endx"]),
+        ("root ::= x{2,3} y?\nx ::= [^a-y\\n\\]]\ny ::= . # any", ["zz", "zz\n", "日é!", "zzza"], ["z", "z]", "az"]),
+        ('root ::= (\n "x\\"y"\n | "\\u65e5" [\\x41-\\x43]+ )\n\n', ['x"y', "日ABC"], ["日", "日D", 'x"']),
+        ("# comment\nroot ::= a-b | c\n  | d\na-b ::= \"1\"\nc ::= \"2\"\nd ::= \"3\"", ["1", "2", "3"], ["", "4"]),
+        ("root ::= [-+*/] [a\\-z] [0-9-]", ["-a-", "+-1"], ["ab1", "-b1"]),
+    ],
+)  # fmt: skip
+def test_gbnf(grammar, whole, not_whole, small_tokens):
+    assert [text for text in whole if not accepts(small_tokens, text, grammar=grammar)] == []
+    assert [text for text in not_whole if accepts(small_tokens, text, grammar=grammar)] == []
+
+
+@pytest.mark.parametrize("row", GOLDEN["choice"], ids=range(len(GOLDEN["choice"])))
+def test_golden_choices(row, small_tokens):
+    choices, grammar = row
+    if any("\0" in choice for choice in choices):
+        with pytest.raises(ValueError, match="NUL"):
+            Params(choice=choices)
+        with pytest.raises(GrammarError, match=r"U\+0000"):
+            gbnf_to_lark(grammar)
+        return
+    for text in choices:
+        assert accepts(small_tokens, text, grammar=grammar)
+        assert accepts(small_tokens, text, choice=choices)
+        assert not accepts(small_tokens, text + "~", grammar=grammar)
+
+
+def test_golden_lark():
+    for text, expected in GOLDEN["lark"]:
+        assert is_lark(text) == expected, text
+
+
+@pytest.mark.parametrize(
+    ("grammar", "why"),
+    [
+        ('root ::= "a', "line 1"), ('x ::= "a"', "root"), ('root ::= "a"\nroot ::= "b"', "twice"),
+        ('root ::= "a"\n\n x = 1', "line 3"), ("root ::= other", "'other'"), ("root ::= (" * 100, "deeper|line"),
+        ("root ::= " + "(" * 200, "deeper"),
+        ('root ::= "a"**', "repetition"), ("root ::= []", "empty class|understood"),
+        ('root ::= "\\ud800"', "D800"),
+    ],
+)  # fmt: skip
+def test_errors_of_gbnf_name_the_place(grammar, why):
+    with pytest.raises(GrammarError, match=why):
+        gbnf_to_lark(grammar)
+
+
+@pytest.mark.parametrize(
+    ("text", "whole"),
+    [
+        ("", True), ("free text <fun [x", True), ("a<fun=a>12</fun> and [ttrue.", True),
+        ('<fun=b>{"k":null}</fun>', True),
+        ("<fun=c>", False), ("<fun=a>x", False), ("<fun=a>1", False), ("[tmaybe", False),
+        ("<fun=a>1</fun><fun=z", False),
+        ('<fun=b>{"k":1}</fun>', False), ("<fun=a>1</fun>[tfalse</fun>", True),
+    ],
+)  # fmt: skip
+def test_structural_tags(text, whole, small_tokens):
+    assert accepts(small_tokens, text, structural_tag=TAG) == whole
+
+
+def test_bad_words_of_lark():
+    with pytest.raises(GrammarError, match="%llguidance"):
+        to_lark(Params(grammar='%llguidance {}\nstart: "a"').key())
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({}, "exactly one"), ({"regex": "a", "choice": ["b"]}, "exactly one"), ({"choice": []}, "choice"),
+        ({"choice": "ab"}, "choice"), ({"choice": [""]}, "choice"), ({"choice": ["a", 1]}, "choice"),
+        ({"regex": "("}, "unclosed"), ({"regex": "["}, "unclosed"), ({"regex": "\0"}, "NUL"), ({"regex": " "}, "empty"),
+        ({"json": ""}, "empty"), ({"json": "{"}, "not JSON"), ({"json": "[" * 100_000}, "deeper|JSON"),
+        ({"json": 3}, "json"),
+        ({"json": {"enum": [float("nan")]}}, "not JSON"), ({"json": "1" * (1 << 21)}, "characters"),
+        ({"grammar": ""}, "empty"), ({"structural_tag": {}}, "structural_tag"), ({"structural_tag": "{"}, "not JSON"),
+        ({"structural_tag": {**TAG, "triggers": ["?"]}}, "none of"), ({"regex": "a", "lenient": True}, "lenient"),
+        ({"json_object": True, "backend": "table"}, "regular"), ({"json": {}, "backend": "x"}, "backend"),
+        ({"json": {}, "whitespace_pattern": " ", "disable_any_whitespace": True}, "whitespace_pattern"),
+        ({"choice": ["a"] * 10_001}, "10000"), ({"json_object": 1}, "json_object"),
+    ],
+)  # fmt: skip
+def test_parameters_are_refused_by_name(fields, why):
+    with pytest.raises(ValueError, match=why):
+        Params(**fields)
+
+
+def test_a_schema_nested_too_deep():
+    schema: dict = {"type": "null"}
+    for _ in range(100):
+        schema = {"type": "array", "items": schema}
+    with pytest.raises(ValueError, match="deeper than 64"):
+        Params(json=schema)
+
+
+def test_equal_parameters_have_equal_keys():
+    assert Params(json={"a": 1, "b": 2}).key() == Params(json='{"a": 1,\n"b": 2}').key()
+    assert Params(json={"a": 1, "b": 2}).key() != Params(json={"b": 2, "a": 1}).key()
+    assert Params(json={}).key() != Params(json={}, lenient=True).key()
