@@ -14,8 +14,6 @@ import models
 from jaxserve import EngineCore, RequestOutput, SamplingParams, StructuredOutputsParams
 from tests.jaxserve.spelled import SpelledTokenizer, spelled_model
 
-pytest.importorskip("llguidance")
-pytest.importorskip("outlines_core")
 
 MakeEngine = Callable[..., EngineCore]
 Drive = Callable[..., dict[str, RequestOutput]]
