@@ -14,7 +14,6 @@ import models
 from jaxserve import EngineCore, RequestOutput, SamplingParams, StructuredOutputsParams
 from tests.jaxserve.spelled import SpelledTokenizer, spelled_model
 
-
 MakeEngine = Callable[..., EngineCore]
 Drive = Callable[..., dict[str, RequestOutput]]
 Generate = Callable[..., RequestOutput]

@@ -12,7 +12,6 @@ import pytest
 from jaxserve import EngineCore, ReasoningConfig, RequestOutput, SamplingParams, StructuredOutputsConfig
 from tests.jaxserve.spelled import END, EOS, EOT, PADDED, SPELLED, THINK, SpelledTokenizer, spelled_model
 
-
 MakeEngine = Callable[..., EngineCore]
 Drive = Callable[..., dict[str, RequestOutput]]
 Generate = Callable[..., RequestOutput]
