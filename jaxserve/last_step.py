@@ -88,9 +88,9 @@ def sample(
             following = _states_after(parts, grammars, window, states, history)
             exhausted = flags(grammars.arena, following) == EXHAUSTED
         tokens, done = _stop(emitted.tokens, rows, emitted.finite, exhausted)
-        state = _commit(parts, state, tokens, rows, run & done)
+        state = _commit(parts, state, tokens, rows, run, run & done)
         if grammars is not None:
-            state, found = _commit_grammar(state, grammars, rows, following, tokens)
+            state, found = _commit_grammar(state, grammars, rows, following, tokens, run)
     counts = jnp.sum(tokens >= 0, axis=1), jnp.sum(used[:, 1:], axis=1)
     return state, StepOutput(tokens, *counts, emitted.finite | ~run, emitted.logprobs, found)
 
@@ -112,7 +112,7 @@ def propose(
     context = propose_context(state, n_emitted, run, pages, hidden)
     with jax.named_scope("propose"):
         proposal = proposer.propose(weights.proposer, draft_kv, context, parts.mesh)
-    return proposal.kv, _with_drafts(parts, state, proposal.drafts, proposal.draft_logits)
+    return proposal.kv, _with_drafts(parts, state, proposal.drafts, proposal.draft_logits, run)
 
 
 def propose_context(
@@ -142,18 +142,20 @@ def continue_with(parts: Parts, drafts: int, state: BatchState, expected: Contin
     made = drafts_of_continuation(context, expected, drafts)
     there = state.drafts[: len(run), :drafts]
     on_host = (state.rows.grammar.classes[: len(run)] == ON_HOST)[:, None]  # the host knows what the grammar forces
-    return _put_drafts(state, _joined(jnp.where(on_host, made, there), jnp.where(on_host, there, made)))
+    return _put_drafts(state, _joined(jnp.where(on_host, made, there), jnp.where(on_host, there, made)), run)
 
 
-def _with_drafts(parts: Parts, state: BatchState, drafts: jax.Array, logits: jax.Array | None) -> BatchState:
+def _with_drafts(
+    parts: Parts, state: BatchState, drafts: jax.Array, logits: jax.Array | None, run: jax.Array
+) -> BatchState:
     """The batch with a proposal, drafts [B, K], behind those that a grammar forced."""
     forced = state.drafts[: len(drafts), : drafts.shape[1]]
-    state = _put_drafts(state, _joined(forced, drafts))
+    state = _put_drafts(state, _joined(forced, drafts), run)
     if logits is None or state.draft_logits is None:
         return state
     certain = jnp.where(jnp.arange(logits.shape[-1]) == forced[..., None], 0.0, -jnp.inf)
     logits = jnp.where((forced >= 0)[..., None], certain, logits)
-    return replace(state, draft_logits=put_slots(parts.mesh, state.draft_logits, logits))
+    return replace(state, draft_logits=put_slots(parts.mesh, state.draft_logits, logits, run))
 
 
 def _joined(first: jax.Array, then: jax.Array) -> jax.Array:
@@ -162,9 +164,11 @@ def _joined(first: jax.Array, then: jax.Array) -> jax.Array:
     return jnp.where(agrees & (first < 0), then, first)
 
 
-def _put_drafts(state: BatchState, drafts: jax.Array) -> BatchState:
+def _put_drafts(state: BatchState, drafts: jax.Array, run: jax.Array) -> BatchState:
+    """The batch with drafts [B, <= K] of the slots that run; those of the others are still to be verified."""
     b, k = drafts.shape
-    return replace(state, drafts=state.drafts.at[:b].set(-1).at[:b, :k].set(drafts))
+    padded = jnp.pad(drafts, ((0, 0), (0, state.drafts.shape[1] - k)), constant_values=-1)
+    return replace(state, drafts=state.drafts.at[:b].set(jnp.where(run[:, None], padded, state.drafts[:b])))
 
 
 def _grammar_states(parts: Parts, grammars: Grammars, window: Window, state: jax.Array) -> jax.Array:
@@ -189,7 +193,7 @@ def _states_after(parts: Parts, grammars: Grammars, window: Window, states: jax.
 
 
 def _commit_grammar(
-    state: BatchState, grammars: Grammars, rows: Any, following: jax.Array, tokens: jax.Array
+    state: BatchState, grammars: Grammars, rows: Any, following: jax.Array, tokens: jax.Array, run: jax.Array
 ) -> tuple[BatchState, jax.Array]:
     """The batch with its new states and the drafts that these force; the states' flags [B]."""
     b, k = len(tokens), state.drafts.shape[1]
@@ -199,12 +203,8 @@ def _commit_grammar(
     forced = forced_tokens(grammars.arena, rows.grammar.classes, new, k)
     room = rows.max_tokens_total - rows.num_tokens - emitted - 1
     usable = (state.active[:b] & (emitted > 0))[:, None] & (jnp.arange(k) < room[:, None])
-    state = replace(
-        state,
-        grammar_state=state.grammar_state.at[:b].set(new),
-        drafts=state.drafts.at[:b].set(jnp.where(usable, forced, -1)),
-    )
-    return state, flags(grammars.arena, new)
+    state = replace(state, grammar_state=state.grammar_state.at[:b].set(new))
+    return _put_drafts(state, jnp.where(usable, forced, -1), run), flags(grammars.arena, new)
 
 
 def _history_with(window: Window, tokens: jax.Array) -> jax.Array:
@@ -227,8 +227,10 @@ def _stop(tokens: jax.Array, rows: Any, finite: jax.Array, exhausted: jax.Array 
     return tokens, jnp.any(stops & (tokens >= 0), axis=1) | full | ~finite
 
 
-def _commit(parts: Parts, state: BatchState, tokens: jax.Array, rows: Any, done: jax.Array) -> BatchState:
-    """Append the emitted tokens to the histories, and to what is kept of them."""
+def _commit(
+    parts: Parts, state: BatchState, tokens: jax.Array, rows: Any, run: jax.Array, done: jax.Array
+) -> BatchState:
+    """Append the emitted tokens to the histories, and to what is kept of them; verified drafts are gone."""
     b, width = tokens.shape
     at = jnp.where(tokens >= 0, rows.num_tokens[:, None] + jnp.arange(width), state.tokens.shape[1])
     emitted = jnp.sum(tokens >= 0, axis=1)
@@ -241,10 +243,9 @@ def _commit(parts: Parts, state: BatchState, tokens: jax.Array, rows: Any, done:
         )
         section = section.at[:b].set(jnp.take_along_axis(sections, emitted[:, None], axis=1)[:, 0])
     return replace(
-        state,
+        _put_drafts(state, jnp.full((b, state.drafts.shape[1]), -1), run),
         tokens=history,
         active=state.active.at[:b].set(state.active[:b] & ~done),
-        drafts=state.drafts.at[:b].set(-1),
         section=section,
         use=use_of_emitted(parts.mesh, state.use, tokens),
         rows=replace(state.rows, num_tokens=state.rows.num_tokens.at[:b].set(rows.num_tokens + emitted)),

@@ -62,23 +62,24 @@ def _interleave(x: jax.Array) -> jax.Array:
     return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
 
-def put_slots(mesh: Mesh | None, stored: jax.Array, values: jax.Array) -> jax.Array:
-    """`stored` [S, ...], kept by device, with those of the first B slots replaced by values [B, k, ...], k <= K."""
+def put_slots(mesh: Mesh | None, stored: jax.Array, values: jax.Array, run: jax.Array) -> jax.Array:
+    """`stored` [S, K, ...], kept by device, with those of the slots that run [B] replaced by values [B, k, ...], k <= K."""
 
-    def put(stored: jax.Array, values: jax.Array) -> jax.Array:
-        return stored.at[: len(values), : values.shape[1]].set(values)
+    def put(stored: jax.Array, values: jax.Array, run: jax.Array) -> jax.Array:
+        rows = jnp.where(run, jnp.arange(len(run)), len(stored))
+        return stored.at[rows, : values.shape[1]].set(values, mode="drop")
 
     if mesh is None:
-        return put(stored, values)
+        return put(stored, values, run)
     by_device = values.reshape(len(values) // mesh.size, mesh.size, *values.shape[1:])
     deal = jax.shard_map(
-        lambda stored, values: put(stored, values[:, 0]),
+        lambda stored, values, run: put(stored, values[:, 0], _of_own_slots(mesh, run)),
         mesh=mesh,
-        in_specs=(_BY_DEVICE, PartitionSpec(None, _AXIS)),
+        in_specs=(_BY_DEVICE, PartitionSpec(None, _AXIS), _WHOLE),
         out_specs=_BY_DEVICE,
         check_vma=False,
     )
-    return deal(stored, by_device)
+    return deal(stored, by_device, run)
 
 
 def use_of_history(
