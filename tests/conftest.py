@@ -32,6 +32,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """`-n auto` on a CPU: a worker for every core, up to four. On GPUs none: a process takes a whole GPU's memory."""
+    return min(os.cpu_count() or 1, 4) if jax.default_backend() == "cpu" else 0
+
+
 class LetterTokenizer:
     """Token i is the i-th letter of the alphabet."""
 

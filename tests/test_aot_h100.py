@@ -24,6 +24,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(ROOT / "bench" / "aot_h100.py"), "--json", str(file)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    print("\n" + done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(file.read_text())
 

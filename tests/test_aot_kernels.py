@@ -25,6 +25,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(ROOT / "bench" / "aot_kernels.py"), "--json", str(file)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    print("\n" + done.stdout)
     assert file.exists(), done.stdout + done.stderr
     return {program["name"]: program for program in json.loads(file.read_text())}
 

@@ -63,7 +63,7 @@ def _interleave(x: jax.Array) -> jax.Array:
 
 
 def put_slots(mesh: Mesh | None, stored: jax.Array, values: jax.Array, run: jax.Array) -> jax.Array:
-    """`stored` [S, K, ...], kept by device, with those of the slots that run [B] replaced by values [B, k, ...], k <= K."""
+    """`stored` [S, K, ...], kept by device, with values [B, k, ...], k <= K, for the slots that run [B]."""
 
     def put(stored: jax.Array, values: jax.Array, run: jax.Array) -> jax.Array:
         rows = jnp.where(run, jnp.arange(len(run)), len(stored))

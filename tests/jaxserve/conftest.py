@@ -16,11 +16,11 @@ from flax import struct
 from jaxserve import ProcessorConfig, SamplingParams
 from jaxserve.batch import empty_row
 from jaxserve.request import Request
-from jaxserve.runner import slot_row
 from jaxserve.sampling.penalties import TokenUse, count_history, empty_use
 from jaxserve.sampling.registry import make_processors, rows_of
 from jaxserve.sampling.sampler import Sampler, Window
 from jaxserve.sampling.thinking import Markers, section_start
+from jaxserve.slot_row import slot_row
 from pallas_kernels import top_k_top_p_sample
 
 HISTORY = 32

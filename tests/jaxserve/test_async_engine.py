@@ -130,9 +130,9 @@ def markov_core() -> EngineCore:
 
 def test_the_arguments_are_those_of_the_config() -> None:
     expected = {f.name: f.default for f in fields(EngineConfig)}
-    for kind in (LLM, AsyncEngine):
+    for kind, quiet in ((LLM, True), (AsyncEngine, False)):
         parameters = list(inspect.signature(kind.__init__).parameters.values())[3:]
-        assert {p.name: p.default for p in parameters} == expected
+        assert {p.name: p.default for p in parameters} == expected | {"disable_log_stats": quiet}
 
 
 def test_arguments_reach_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +140,7 @@ def test_arguments_reach_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EngineCore, "from_model", lambda *args: seen.append(args) or FakeCore())
     values = {f.name: f.default for f in fields(EngineConfig)} | {"max_num_seqs": 3, "dtype": "float32", "seed": 7}
     LLM("model", "tokenizer", **values)
-    AsyncEngine("model", "tokenizer", **values).shutdown()
+    AsyncEngine("model", "tokenizer", disable_log_stats=True, **values).shutdown()
     assert seen == [("model", "tokenizer", EngineConfig(**values))] * 2
 
 

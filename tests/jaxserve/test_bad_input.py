@@ -249,7 +249,7 @@ def test_unknown_architectures(tmp_path: Path) -> None:
         LLM(tmp_path)
 
 
-@pytest.mark.parametrize("model", [object(), 5, None, dict, {"vocab_size": 3}], ids=repr)
+@pytest.mark.parametrize("model", [object(), 5, None, dict, {"vocab_size": 3}], ids=lambda model: type(model).__name__)
 def test_objects_that_are_no_models(model: Any) -> None:
     with pytest.raises(ValueError, match=r"model is a .*lacks .*forward.*logits.*vocab_size"):
         LLM(model)

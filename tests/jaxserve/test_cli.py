@@ -12,9 +12,12 @@ from typing import Any
 
 import pytest
 
-from jaxserve import cli
+from jaxserve import cli, cli_options
 from jaxserve.outputs import RequestMetrics
+from jaxserve.structured.params import StructuredOutputsParams
 from tests.jaxserve.test_async_engine import FakeCore
+
+PARSER = cli_options.make_parser(generate=cli._generate, chat=cli._chat)
 
 
 @pytest.fixture
@@ -60,9 +63,35 @@ def test_parameters_reach_the_engine(core: FakeCore, monkeypatch: pytest.MonkeyP
     assert (p.temperature, p.top_p, p.top_k, p.min_p, p.seed, p.max_tokens) == (0.5, 0.9, 7, 0.1, 3, 2)
 
 
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ([], None),
+        (["--json"], {"json_object": True}),
+        (["--json-schema", '{"type": "integer"}'], {"json": '{"type": "integer"}'}),
+        (["--regex", "[0-9]+"], {"regex": "[0-9]+"}),
+        (["--choice", "yes", "--choice", "no"], {"choice": ["yes", "no"]}),
+        (["--grammar", "@{file}"], {"grammar": 'root ::= "a"'}),
+    ],
+)
+def test_structured_output(argv: list[str], expected: dict[str, Any] | None, tmp_path: Path) -> None:
+    file = tmp_path / "grammar.gbnf"
+    file.write_text('root ::= "a"')
+    args = PARSER.parse_args(["generate", "abc", *(text.format(file=file) if "@" in text else text for text in argv)])
+    wanted = None if expected is None else StructuredOutputsParams(**expected)
+    assert cli_options.sampling_params(args).structured_outputs == wanted
+
+
+def test_two_kinds_of_structured_output(core: FakeCore, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["generate", "abc", "--json", "--regex", "a"]) == 2
+    (line,) = lines(capsys.readouterr().err)
+    assert "exactly one" in line
+    assert cli.main(["generate", "abc", "--grammar", "@no/such/file"]) == 2
+
+
 @pytest.mark.parametrize("command", ["generate", "chat"])
 def test_defaults_are_stable(command: str) -> None:
-    args = cli._parser().parse_args([command])
+    args = PARSER.parse_args([command])
     assert (args.temperature, args.max_tokens, args.model, args.tensor_parallel_size) == (0.0, 256, None, 1)
 
 
@@ -79,7 +108,7 @@ def test_defaults_are_stable(command: str) -> None:
     ],
 )
 def test_speculation(argv: list[str], expected: Any) -> None:
-    assert cli._speculative_config(cli._parser().parse_args(["chat", *argv])) == expected
+    assert cli_options.speculative_config(PARSER.parse_args(["chat", *argv])) == expected
 
 
 def test_the_summary_counts_drafts() -> None:

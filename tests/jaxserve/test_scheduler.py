@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from jaxserve.block_pool import BlockPool
 from jaxserve.kv_manager import KVCacheManager, block_hash, root_hash
 from jaxserve.request import Request, RequestStatus
-from jaxserve.scheduler import PrefillChunk, Scheduler, SchedulerConfig, SchedulerOutput
+from jaxserve.scheduler import PrefillChunk, Scheduler, SchedulerOutput
+from jaxserve.scheduler_config import SchedulerConfig
 
 VOCAB, EOS, MAX_LEN = 7, 6, 32
 Prefix = tuple[Any, ...]  # salt, then the tokens

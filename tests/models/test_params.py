@@ -44,6 +44,7 @@ class InMemory:
     generation_config = None
 
     def __init__(self, specs, num_layers):
+        self.config = {}
         rng = np.random.default_rng(0)
         self.tensors = {}
         for spec in leaves(specs):
