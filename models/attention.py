@@ -144,14 +144,15 @@ def _attend_cpu(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array) ->
         scores = jnp.einsum("nqhge,nthe->nhgqt", q, k, preferred_element_type=jnp.float32)
         probs = _softmax(scores / math.sqrt(width), visible[:, None, None])
         return jnp.einsum("nhgqt,nthe->nqhge", probs.astype(dtype), v, preferred_element_type=jnp.float32).astype(dtype)
-    eye = jnp.eye(heads, dtype=dtype)
-    folded = (q[:, :, :, :, None] * eye[:, None, :, None]).reshape(n, length * heads * group, wide)
+    own = jnp.eye(heads, dtype=bool)[:, None, :, None]
+    bits = _encode(q, dtype, storage_dtype(dtype, "cpu"))  # XLA:CPU widens bfloat16 for a selection, too
+    folded = _decode(jnp.where(own, bits[:, :, :, :, None], 0), dtype).reshape(n, length * heads * group, wide)
     scores = jnp.einsum("nrd,ntd->nrt", folded, k.reshape(n, -1, wide), preferred_element_type=jnp.float32)
     seen = jnp.repeat(visible, heads * group, axis=1)
     probs = _softmax(scores / math.sqrt(width), seen)
     out = jnp.einsum("nrt,ntd->nrd", probs.astype(dtype), v.reshape(n, -1, wide), preferred_element_type=jnp.float32)
     out = out.reshape(n, length, heads, group, heads, width)
-    return jnp.einsum("nqhghe->nqhge", out).astype(dtype)
+    return jnp.stack([out[:, :, h, :, h] for h in range(heads)], axis=2).astype(dtype)
 
 
 def _softmax(scores: jax.Array, visible: jax.Array) -> jax.Array:

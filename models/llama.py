@@ -183,6 +183,8 @@ def forward(
     with jax.named_scope("embed"):
         x = params["embed"][inputs.tokens].astype(model.stream_dtype)  # [N, Q, D]
     rope = rope_tables(model, inputs.positions)
+    if model.platform == "cpu":
+        rope = jax.tree.map(_computed_once, rope)
     windows = np.array(
         [c.sliding_window if on and c.sliding_window else _EVERYTHING for on in c.window_layers], np.int32
     )
@@ -262,6 +264,12 @@ def rope_tables(model: Llama, positions: jax.Array) -> tuple[jax.Array, jax.Arra
     c = model.config
     inv_freq, factor = rope_inv_freq(c.rope, c.head_dim, model.rope_length or c.max_position_embeddings)
     return rope_cos_sin(jnp.maximum(positions, 0), inv_freq, factor)
+
+
+def _computed_once(x: jax.Array) -> jax.Array:
+    """x, as its product with the identity, which is exact. XLA:CPU fuses anything else into every reader, and so would
+    compute the sines in every layer, where they take as long as the attention."""
+    return jnp.dot(x, jnp.eye(x.shape[-1], dtype=x.dtype), precision=jax.lax.Precision.HIGHEST)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
