@@ -300,7 +300,7 @@ class Runner:
         self.batch, output = self.programs["sample", slots, shaped, grammars is not None, drafts](
             self.batch, flight.logits, run, grammars
         )
-        if self.parts.proposer is not None:
+        if next_drafts in self._step_programs.proposed_counts:
             longest = max(r.num_tokens + r.num_in_flight for _, r in flight.rows)
             pages = self.buckets.pages[-1] if self.cache.draft_kv is None else self._pages(longest + next_drafts)
             verified = 0 if hidden is None else drafts

@@ -59,7 +59,8 @@ class StepPrograms:
         if self.parts.proposer is not None:
             pages = b.pages if self.cache.draft_kv is not None else b.pages[-1:]
             verified = counts if self.cache.boundary is not None else (0,)
-            yield from (("propose", s, p, j, k) for s in b.slots for p in pages for j in verified for k in counts)
+            proposed = self.proposed_counts
+            yield from (("propose", s, p, j, k) for s in b.slots for p in pages for j in verified for k in proposed)
         if self.host_drafts:
             yield from (("continue", s, k) for s in b.slots for k in counts if k)
 
@@ -132,6 +133,13 @@ class StepPrograms:
     def _grammar(self, key: Hashable) -> Program:
         args = (self.state, self._i32(), GrammarRow(self._i32(), self._i32()), self._i32())
         return self._program(key, batch.set_grammar, args, donated=(0,), outputs=self.state)
+
+    @property
+    def proposed_counts(self) -> tuple[int, ...]:
+        """The K for which a proposer runs: not for 0, unless it has to store KV of what was said."""
+        if self.parts.proposer is None:
+            return ()
+        return tuple(k for k in self.draft_counts if k or self.cache.draft_kv is not None)
 
     @property
     def _structured(self) -> tuple[bool, ...]:
