@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import jax
@@ -64,3 +65,24 @@ def mosaic_kernel(body: Callable[..., None], *, interpret: Any, **keywords: Any)
         interpret=interpret,
         **keywords,
     )
+
+
+def jit_kernel(*static: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """jax.jit for a function that starts one kernel; static: names of its arguments.
+
+    Called outside of jit on a CPU, where Mosaic kernels are interpreted, it returns when the kernel is done: the
+    interpreter calls back into JAX, and both wait for ever when the caller starts something else meanwhile.
+    """
+
+    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
+        jitted = jax.jit(function, static_argnames=static)
+
+        @wraps(function)
+        def call(*args: Any, **keywords: Any) -> Any:
+            result = jitted(*args, **keywords)
+            traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(result))
+            return result if traced or jax.default_backend() != "cpu" else jax.block_until_ready(result)
+
+        return call
+
+    return wrap

@@ -8,7 +8,6 @@ before the first residual is. For a draw that is one row a slot, of the 1 + K th
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.acceptance import Weighted
 from pallas_kernels.block_shape import BlockShape
-from pallas_kernels.compat import mosaic_kernel
+from pallas_kernels.compat import jit_kernel, mosaic_kernel
 from pallas_kernels.draw import TILE
 from pallas_kernels.mosaic.candidates import CANDIDATES, CandidateKernel, Scratch, scratch_types
 from pallas_kernels.mosaic.pick import pick
@@ -87,7 +86,7 @@ def _ints(rows: Weighted, at: jax.Array) -> list[jax.Array]:
     return [threshold.id[at], key(threshold.value)[at]]
 
 
-@partial(jax.jit, static_argnames=("method", "dtype", "shape", "interpret"))
+@jit_kernel("method", "dtype", "shape", "interpret")
 def _run(method: str, dtype: Any, given: _Given, shape: BlockShape, interpret: Any) -> jax.Array:
     """The result of a method of `_Residual` for every item."""
     leaves, structure = jax.tree.flatten(given)

@@ -20,14 +20,13 @@ less than 16384, or the logits are not float32: then XLA makes a padded copy, fu
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.block_shape import BlockShape, block_shape
-from pallas_kernels.compat import mosaic_kernel
+from pallas_kernels.compat import jit_kernel, mosaic_kernel
 from pallas_kernels.distribution import Filters, is_finite
 from pallas_kernels.draw import TILE
 from pallas_kernels.mosaic.candidates import CandidateKernel, Scratch, scratch_types
@@ -79,7 +78,7 @@ def row_of(floats: Any, ints: Any, at: Any) -> tuple[Row, Any, Any]:
     return Row(top, temperature, floor, ints[at, 1], top_p), ints[at, 0], ints[at, 2]
 
 
-@partial(jax.jit, static_argnames=("shape", "interpret"))
+@jit_kernel("shape", "interpret")
 def _sample_kernel(
     arrays: Arrays, floats: jax.Array, ints: jax.Array, words: jax.Array, shape: BlockShape, interpret: Any
 ) -> jax.Array:

@@ -7,7 +7,6 @@ block up to 64 tiles of 256 entries, 64 KB, held in the registers of one warpgro
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.compat import load, mosaic_kernel
+from pallas_kernels.compat import jit_kernel, load, mosaic_kernel
 from pallas_kernels.draw import TILE
 
 SEGMENT = 16
@@ -42,7 +41,7 @@ def tile_of_slot(slot: Any, tiles: int, size: int) -> Any:
     return first_tile(slot // size, tiles, size) + slot % size
 
 
-@partial(jax.jit, static_argnames=("block", "interpret"))
+@jit_kernel("block", "interpret")
 def segment_statistics(
     segments: jax.Array, inverse: jax.Array, block: int, interpret: Any
 ) -> tuple[jax.Array, jax.Array]:

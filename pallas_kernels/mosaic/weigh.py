@@ -7,7 +7,6 @@ reads these, and 4 KB of candidates of a filtered row. It also sums the weights 
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.acceptance import Weighted
 from pallas_kernels.block_shape import BlockShape
-from pallas_kernels.compat import mosaic_kernel
+from pallas_kernels.compat import jit_kernel, mosaic_kernel
 from pallas_kernels.distribution import Distribution, Filters, is_finite
 from pallas_kernels.draw import TILE
 from pallas_kernels.filters import Threshold
@@ -48,7 +47,7 @@ def weigh_rows(
     return Weighed(arrays, Weighted(logits, distribution, total), rest, finite)
 
 
-@partial(jax.jit, static_argnames=("shape", "interpret"))
+@jit_kernel("shape", "interpret")
 def _weigh_kernel(
     arrays: Arrays, floats: jax.Array, ints: jax.Array, drafts: jax.Array, shape: BlockShape, interpret: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
