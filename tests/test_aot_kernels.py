@@ -37,11 +37,11 @@ def test_no_kernel_spills(programs: dict[str, dict]) -> None:
 
 
 def test_passes_over_the_logits_load_128_bits(programs: dict[str, dict]) -> None:
-    """The first kernel of each program: 32 loads of 4 values a thread for 64 tiles, and not one narrower."""
+    """The kernels without TMA copies: 32 loads of 4 values a thread for 64 tiles, and not one narrower."""
     for program in programs.values():
-        for kernel in program["kernels"][:1]:
-            assert kernel["instructions"]["128-bit loads"] in (8, 16, 32)
-            assert kernel["instructions"]["TMA copies"] == 0
+        passes = [kernel for kernel in program["kernels"] if not kernel["instructions"]["TMA copies"]]
+        assert bool(passes) == bool(program["kernels"])
+        assert all(kernel["instructions"]["128-bit loads"] in (8, 16, 32) for kernel in passes)
 
 
 def test_the_byte_plan_holds(programs: dict[str, dict]) -> None:
@@ -53,9 +53,11 @@ def test_the_byte_plan_holds(programs: dict[str, dict]) -> None:
 
 
 def test_verification_is_as_many_kernels_as_planned(programs: dict[str, dict]) -> None:
-    """Statistics and sums of p; the same of q where there is one; masses for block; the draw."""
+    """Statistics and sums of p; the same of q, compiled once or twice; masses for block; the draw."""
     counts = {name: len(program["kernels"]) for name, program in programs.items() if "rejection" in name}
-    assert sorted(counts.values()) == [3, 6]
+    standard, block = sorted(counts.values())
+    assert standard == 3
+    assert block in (4, 6)
 
 
 def test_mask_and_penalties_are_one_kernel(programs: dict[str, dict]) -> None:
