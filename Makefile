@@ -39,4 +39,4 @@ $(AOT)/.ready: pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-* *.egg-info build
+	rm -rf $(VENV) $(AOT) .venv-* *.egg-info build
