@@ -58,6 +58,8 @@ def assemble(model: Model, tokenizer: Any | None, config: EngineConfig) -> Assem
     max_model_len = _max_model_len(config, model)
     if hasattr(model, "with_max_model_len"):
         model = model.with_max_model_len(max_model_len)
+    if config.attention_implementation is not None:
+        model = _with_attention(model, config)
     speculation = config.speculation
     suffix = proposer = None
     if speculation is not None:
@@ -102,6 +104,14 @@ def assemble(model: Model, tokenizer: Any | None, config: EngineConfig) -> Assem
         keep_boundary_hidden=config.keep_boundary_hidden or (proposer is not None and proposer.needs_hidden),
         structured=structured,
     )
+
+
+def _with_attention(model: Model, config: EngineConfig) -> Model:
+    if not hasattr(model, "with_attention_implementation"):
+        raise ValueError(
+            f"attention_implementation is {config.attention_implementation!r}; a {type(model).__name__} has no choice"
+        )
+    return model.with_attention_implementation(config.attention_implementation, config.block_size)
 
 
 def _draft_counts(speculation: SpeculativeConfig | None, structured: StructuredOutputsConfig | None) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 STRUCTURED_OUTPUTS = StructuredOutputsConfig()  # as it is unless the engine is told otherwise
 _POLICIES = ("fcfs", "priority")
 _DTYPES = ("auto", "float32", "bfloat16")
-SAMPLING_IMPLEMENTATIONS = ("xla", "mosaic")
+IMPLEMENTATIONS = ("xla", "mosaic")
 LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits", "model_logprobs")
 
 
@@ -84,6 +84,8 @@ class EngineConfig:
         sampling request are relative to the largest). Prompts have only the raw kinds.
     sampling_implementation: of drawing and verification: "xla", or "mosaic", GPU kernels for Hopper (interpreted, very
         slowly, on a CPU). The tokens are the same. None leaves the choice to pallas_kernels.
+    attention_implementation: of a decode's attention, the same names: "mosaic" reads the pages where they are (for
+        bfloat16, heads of width 64 or 128). Draft models and heads take it where it serves them.
     speculative_config: how drafts are made and verified, a SpeculativeConfig or a dict of its fields
         (jaxserve.speculative.config). None: one token a step.
     reasoning_config: the marker sequences of thinking sections, a ReasoningConfig or a dict of its fields. The grammar
@@ -114,6 +116,7 @@ class EngineConfig:
     max_logprobs: int = 20
     logprobs_mode: str = "raw_logprobs"
     sampling_implementation: str | None = None
+    attention_implementation: str | None = None
     reasoning_config: ReasoningConfig | Mapping[str, Any] | None = None
     speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None
     structured_outputs_config: StructuredOutputsConfig | Mapping[str, Any] | None = STRUCTURED_OUTPUTS
@@ -133,7 +136,9 @@ class EngineConfig:
         _integer("seed", self.seed, -(2**63))
         _one_of("logprobs_mode", self.logprobs_mode, LOGPROBS_MODES)
         if self.sampling_implementation is not None:
-            _one_of("sampling_implementation", self.sampling_implementation, SAMPLING_IMPLEMENTATIONS)
+            _one_of("sampling_implementation", self.sampling_implementation, IMPLEMENTATIONS)
+        if self.attention_implementation is not None:
+            _one_of("attention_implementation", self.attention_implementation, IMPLEMENTATIONS)
         _integer("max_logprobs", self.max_logprobs, -1)
         if isinstance(self.logits_processors, str) or not isinstance(self.logits_processors, Sequence):
             raise ValueError(f"logits_processors is {self.logits_processors!r}; it must be a list of classes or names")

@@ -1,4 +1,4 @@
-"""Paged attention: store the new keys and values, attend over the request's pages.
+"""The paged KV cache of a model: store the new keys and values, attend over the request's pages.
 
 One definition serves decode (N slots of Q = 1 + K positions) and prefill (N tiles of one prompt each), because
 a tile of a prompt is a group of query positions over one block table like any other.
@@ -10,8 +10,6 @@ whole pool, an integer scatter it does in place.
 
 from __future__ import annotations
 
-import math
-
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -19,10 +17,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from models.base import Array, page_of
 from models.sharding import partition_spec
+from pallas_kernels.paged_attention import CUDNN_MIN_ROWS, encode, paged_attention
 
 _KV_AXES = ("layers", "pages", None, "kv_heads", None)
-_CUDNN_MIN_ROWS = 64  # query positions in a group from which the fused kernel's tiles are filled
-_NEVER = -1e30  # a masked score: finite, so that a row of padding gives numbers, not NaN
 
 
 @struct.dataclass
@@ -38,16 +35,7 @@ def storage_dtype(dtype: jnp.dtype, platform: str) -> jnp.dtype:
     return jnp.dtype(jnp.uint16) if platform == "cpu" and dtype == jnp.bfloat16 else jnp.dtype(dtype)
 
 
-def _encode(x: jax.Array, dtype: jnp.dtype, storage: jnp.dtype) -> jax.Array:
-    x = x.astype(dtype)
-    return x if storage == dtype else jax.lax.bitcast_convert_type(x, storage)
-
-
-def _decode(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    return x if x.dtype == dtype else jax.lax.bitcast_convert_type(x, dtype)
-
-
-def paged_attention(
+def store_and_attend(
     q: jax.Array,  # [N, Q, H, G, E] queries, G query heads to a KV head
     k: jax.Array,  # [N, Q, H, E]
     v: jax.Array,  # [N, Q, H, E]
@@ -61,6 +49,7 @@ def paged_attention(
     mesh: Mesh | None,
     written: jax.Array | None = None,  # [N, Q], the positions to store; -1 = not this one. None: all
     first_key: int = 0,  # keys before this position do not exist
+    implementation: str | None = None,  # of pallas_kernels.paged_attention, for windows of a decode
 ) -> tuple[jax.Array, PagedKV]:
     """Causal grouped-query attention. Returns [N, Q, H, G, E] in `dtype` and the cache with k and v stored.
 
@@ -74,12 +63,14 @@ def paged_attention(
         k, v = jnp.where(jnp.isfinite(v), k, jnp.nan), jnp.where(jnp.isfinite(v), v, 0)
         pool_k = _store(pool_k, k, layer, written, block_tables, dtype)
         pool_v = _store(pool_v, v, layer, written, block_tables, dtype)
-        keys = _decode(_pages(pool_k, layer, block_tables), dtype)  # [N, P*C, H, E]
-        values = _decode(_pages(pool_v, layer, block_tables), dtype)
-        attend = _attend_cpu if platform == "cpu" else _attend
-        visible = _visible(positions, keys.shape[1], window, first_key)
-        return attend(q.astype(dtype), keys, values, visible), pool_k, pool_v
+        out = paged_attention(
+            q.astype(dtype), pool_k, pool_v, layer, block_tables, positions, window, first_key=first_key,
+            platform=platform, implementation=implementation, interpret=platform == "cpu" if implementation else None,
+        )  # fmt: skip
+        return out, pool_k, pool_v
 
+    if q.shape[1] >= CUDNN_MIN_ROWS:
+        implementation = None  # a prefill tile
     written = positions if written is None else written
     args = (q, k, v, kv.k, kv.v, jnp.asarray(layer), positions, block_tables, jnp.asarray(window), written)
     if mesh is None or mesh.size == 1:
@@ -101,59 +92,4 @@ def _store(
     """Write x [N, Q, H, E] at its positions. Padding lands in page 0, which nobody reads."""
     size = pool.shape[2]
     block = page_of(tables, positions, size)
-    return pool.at[layer, block, positions % size].set(_encode(x, dtype, pool.dtype), mode="promise_in_bounds")
-
-
-def _pages(pool: jax.Array, layer: jax.Array, tables: jax.Array) -> jax.Array:
-    """The pages of each group, in order: [N, P*C, H, E]. Whole pages are gathered as flat rows, i.e. copied."""
-    layers, blocks, size, heads, width = pool.shape
-    flat = pool.reshape(layers * blocks, size * heads * width)
-    rows = flat.at[layer * blocks + tables].get(mode="promise_in_bounds")  # [N, P, C*H*E]
-    return rows.reshape(tables.shape[0], tables.shape[1] * size, heads, width)
-
-
-def _visible(positions: jax.Array, length: int, window: jax.Array, first_key: int) -> jax.Array:
-    """[N, Q, P*C]: which keys a query sees, itself and `window - 1` before it."""
-    key, query = jnp.arange(length), positions[..., None]
-    return (key <= query) & (key > query - window) & (key >= first_key)
-
-
-def _attend(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array) -> jax.Array:
-    """On a GPU: cuDNN's fused attention for prefill tiles, which never writes the scores; XLA for the few positions of
-    a decode, and for what cuDNN does not take."""
-    n, length, heads, group, width = q.shape
-    fused = length >= _CUDNN_MIN_ROWS and q.dtype in (jnp.bfloat16, jnp.float16) and width % 8 == 0 and width <= 128
-    if fused:  # it adds the mask to the scores: a NaN left in a page by an earlier owner would get through
-        k = jnp.where(visible.any(1)[:, :, None, None], k, 0)
-    out = jax.nn.dot_product_attention(
-        q.reshape(n, length, heads * group, width),
-        k,
-        v,
-        mask=visible[:, None],
-        implementation="cudnn" if fused else "xla",
-    )
-    return out.reshape(q.shape)
-
-
-def _attend_cpu(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array) -> jax.Array:
-    """XLA:CPU's batched matmul wants few, wide operands: heads are folded into one contraction with zeros
-    between them (H times the multiplications, and twice as fast from eight requests on)."""
-    n, length, heads, group, width = q.shape
-    dtype, wide = q.dtype, heads * width
-    if length * group >= 32:  # a prefill tile: enough rows to a head for a matmul of its own
-        scores = jnp.einsum("nqhge,nthe->nhgqt", q, k, preferred_element_type=jnp.float32)
-        probs = _softmax(scores / math.sqrt(width), visible[:, None, None])
-        return jnp.einsum("nhgqt,nthe->nqhge", probs.astype(dtype), v, preferred_element_type=jnp.float32).astype(dtype)
-    own = jnp.eye(heads, dtype=bool)[:, None, :, None]
-    bits = _encode(q, dtype, storage_dtype(dtype, "cpu"))  # XLA:CPU widens bfloat16 for a selection, too
-    folded = _decode(jnp.where(own, bits[:, :, :, :, None], 0), dtype).reshape(n, length * heads * group, wide)
-    scores = jnp.einsum("nrd,ntd->nrt", folded, k.reshape(n, -1, wide), preferred_element_type=jnp.float32)
-    seen = jnp.repeat(visible, heads * group, axis=1)
-    probs = _softmax(scores / math.sqrt(width), seen)
-    out = jnp.einsum("nrt,ntd->nrd", probs.astype(dtype), v.reshape(n, -1, wide), preferred_element_type=jnp.float32)
-    out = out.reshape(n, length, heads, group, heads, width)
-    return jnp.stack([out[:, :, h, :, h] for h in range(heads)], axis=2).astype(dtype)
-
-
-def _softmax(scores: jax.Array, visible: jax.Array) -> jax.Array:
-    return jax.nn.softmax(jnp.where(visible, scores, _NEVER), axis=-1)
+    return pool.at[layer, block, positions % size].set(encode(x, dtype, pool.dtype), mode="promise_in_bounds")

@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 
 from models import llama
 from models import params as weights
-from models.attention import PagedKV, paged_attention
+from models.attention import PagedKV, store_and_attend
 from models.base import ForwardInputs, Params
 from models.checkpoint import Checkpoint, missing_tensor
 from models.config import ModelConfig
@@ -176,9 +176,10 @@ def attend(
     rope = llama.rope_tables(model, inputs.positions - 1)
     q = apply_rope(q.reshape(n, q_len, c.num_heads, c.head_dim), *rope).reshape(q.shape)
     k = apply_rope(k, *rope)
-    out, kv = paged_attention(
+    out, kv = store_and_attend(
         q, k, v, kv, 0, inputs.positions, inputs.block_tables, llama._EVERYTHING, jnp.dtype(model.dtype),
         model.platform, mesh, written=inputs.written, first_key=1,
+        implementation=model.attention_implementation,
     )  # fmt: skip
     out = llama._dot(out.reshape(n, q_len, -1), w["wo"].reshape(-1, c.hidden_size), model)
     return out + w["bo"].astype(out.dtype) if "bo" in w else out, kv
@@ -216,7 +217,9 @@ def head_layer(config: Mapping[str, Any], target: Llama) -> Llama:
         ours, theirs = getattr(c, name), getattr(target.config, name)
         if ours != theirs:
             raise ValueError(f"{name}={ours} of the draft head must be the target's, {theirs}")
-    return Llama(c, dtype=target.dtype, platform=target.platform)
+    same_width = c.head_dim == target.config.head_dim
+    implementation = target.attention_implementation if same_width else None
+    return Llama(c, dtype=target.dtype, platform=target.platform, attention_implementation=implementation)
 
 
 def llama_names(name: str) -> str:

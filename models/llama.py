@@ -17,13 +17,14 @@ import numpy as np
 from jax.sharding import Mesh
 
 from models import params as weights
-from models.attention import PagedKV, paged_attention, storage_dtype
+from models.attention import PagedKV, storage_dtype, store_and_attend
 from models.base import ForwardInputs, Params
 from models.checkpoint import Checkpoint
 from models.config import ModelConfig
 from models.params import ParamSpec
 from models.rope import apply_rope, rope_cos_sin, rope_inv_freq
 from models.sharding import constrain, sharding
+from pallas_kernels.paged_attention import check_attention
 
 _EVERYTHING = 1 << 30  # a window that hides nothing
 
@@ -39,6 +40,7 @@ class Llama:
     source:   a checkpoint, or None for random weights from `seed`.
     rope_length: positions that "dynamic" rope scaling is evaluated for (models.rope).
     feature_layers: layers whose inputs stand behind the last hidden state in what `forward` returns.
+    attention_implementation: of pallas_kernels.paged_attention, for the few positions of a decode.
     """
 
     config: ModelConfig
@@ -48,6 +50,13 @@ class Llama:
     seed: int = 0
     rope_length: int | None = None
     feature_layers: tuple[int, ...] = ()
+    attention_implementation: str | None = None
+
+    def with_attention_implementation(self, implementation: str, block_size: int) -> Llama:
+        """The same model, whose decode attends with this implementation of pallas_kernels.paged_attention to pages of
+        `block_size` positions. Raises ValueError where it cannot."""
+        check_attention(implementation, jnp.dtype(self.dtype), self.config.head_dim, block_size)
+        return replace(self, attention_implementation=implementation)
 
     def with_max_model_len(self, length: int) -> Llama:
         """The same model serving at most `length` positions."""
@@ -232,7 +241,7 @@ def _attention(model, w, x, kv, i, window, rope, inputs, mesh):
         q, k = rms_norm(q, w["q_norm"], c.rms_norm_eps), rms_norm(k, w["k_norm"], c.rms_norm_eps)
     q = apply_rope(q.reshape(n, q_len, c.num_heads, c.head_dim), *rope).reshape(q.shape)
     k = apply_rope(k, *rope)
-    out, kv = paged_attention(
+    out, kv = store_and_attend(
         q,
         k,
         v,
@@ -245,6 +254,7 @@ def _attention(model, w, x, kv, i, window, rope, inputs, mesh):
         model.platform,
         mesh,
         written=inputs.written,
+        implementation=model.attention_implementation,
     )
     out = _dot(out.reshape(n, q_len, -1), w["wo"].reshape(-1, w["wo"].shape[-1]), model)
     if "bo" in w:

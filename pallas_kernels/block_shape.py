@@ -32,6 +32,26 @@ class BlockShape:
                 raise ValueError(f"{name} of a block shape is {value}; it must be one of {allowed}")
 
 
+@dataclass(frozen=True)
+class AttentionShape:
+    """splits: parts of a group's keys that blocks of their own attend to, combined afterwards. stages: tiles of 64 keys
+    and values in flight in a block, 32 KB each at a head width of 128."""
+
+    splits: int
+    stages: int = 2
+
+    def __post_init__(self) -> None:
+        for name, value, high in (("splits", self.splits, 64), ("stages", self.stages, 4)):
+            if not 1 <= value <= high:
+                raise ValueError(f"{name} of an attention shape is {value}; it must be in [1, {high}]")
+
+
+def attention_shape(blocks: int, tiles: int) -> AttentionShape:
+    """For `blocks` pairs of a group and a KV head, and tables of `tiles` tiles of keys: enough splits to fill 132
+    multiprocessors twice, of four tiles each or more."""
+    return AttentionShape(splits=max(1, min(-(-264 // blocks), tiles // 4, 64)))
+
+
 # Rows up to the first number take the shape beside it. A GPU of 132 multiprocessors holds 264 blocks of 64 tiles at a
 # time; few rows fill it only in smaller pieces.
 _TABLE = ((4, BlockShape(tiles=16)), (16, BlockShape(tiles=32)))

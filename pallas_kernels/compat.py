@@ -7,6 +7,8 @@ from functools import wraps
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
 plgpu: Any = mosaic_gpu  # whose signatures are those of one version
@@ -21,6 +23,24 @@ def load(ref: Any, index: Any, layout: Any, interpret: Any) -> jax.Array:
     if JAX_VERSION < (0, 12):
         return plgpu.load(ref, index, layout=layout, optimized=False)
     return plgpu.load(ref.at[index] if index else ref, layout=layout, optimized=False)
+
+
+def matmul(a: Any, b: Any, interpret: Any, transposed: bool = False) -> jax.Array:
+    """a @ b, or a @ b.T, in float32 by the tensor cores. a: [64, K] in registers or SMEM. b: a reference to SMEM.
+
+    The interpreters know a part of wgmma (no operand in registers; on 0.10.2 no transposition either), so there it is
+    loads and a product, which the race detector watches.
+    """
+    if interpret:
+        x, y = a[...], b[...]
+        return jnp.dot(x, y.T if transposed else y, preferred_element_type=jnp.float32)
+
+    def multiply(accumulator: Any) -> jax.Array:
+        plgpu.wgmma(accumulator, a, plgpu.transpose_ref(b, (1, 0)) if transposed else b)
+        return accumulator[...]
+
+    shape = (a.shape[0], b.shape[0 if transposed else 1])
+    return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
 
 
 def interpret_params(detect_races: bool = False) -> Any:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 
 from pallas_kernels import compat
-from pallas_kernels.block_shape import BlockShape
+from pallas_kernels.block_shape import AttentionShape, BlockShape
 
 IMPLEMENTATIONS = ("xla", "mosaic", "triton")
 
@@ -19,13 +19,13 @@ class Choice(NamedTuple):
 
     name: str
     interpret: Any = False
-    block_shape: BlockShape | None = None
+    block_shape: BlockShape | AttentionShape | None = None
 
 
 def choose(
     implementation: str | None,
     interpret: bool | None = None,
-    block_shape: BlockShape | None = None,
+    block_shape: BlockShape | AttentionShape | None = None,
     available: tuple[str, ...] = IMPLEMENTATIONS,
 ) -> Choice:
     """The implementation that runs, and how.

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import models
-from models.attention import PagedKV, paged_attention, storage_dtype
+from models.attention import PagedKV, storage_dtype, store_and_attend
 from models.base import ForwardInputs
 from models.params import is_spec
 from models.sharding import make_mesh
@@ -76,11 +76,11 @@ class Problem:
         return result
 
     def run(self, window, platform, mesh=None, first_key=0):
-        """What paged_attention gives: outputs in float64, and the pool in the problem's dtype."""
+        """What store_and_attend gives: outputs in float64, and the pool in the problem's dtype."""
         stored = storage_dtype(jnp.dtype(self.dtype), platform)
         kv = PagedKV(*(jnp.asarray(pool.view(stored)) for pool in self.pool))
         call = jax.jit(
-            lambda q, k, v, kv, layer, positions, tables: paged_attention(
+            lambda q, k, v, kv, layer, positions, tables: store_and_attend(
                 q,
                 k,
                 v,
