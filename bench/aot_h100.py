@@ -55,9 +55,11 @@ TILE, PREFILL_TILES = 128, 16
 PAGES = -(-CONTEXT // BLOCK)
 PROGRAMS: dict[str, tuple[Any, int, str]] = {  # key, drafts of a request, what it is
     "forward": (("forward", SLOTS, PAGES, 0), 0, "forward pass of a decode step"),
+    "forward pages": (("forward", SLOTS, PAGES, 0), 0, "forward pass of a decode step, pages attended to in place"),
     "sample": (("sample", SLOTS, False, False, 0), 0, "sampling of a decode step"),
     "sample all": (("sample", SLOTS, True, False, 0), 0, "sampling with processors, penalties, thinking budget"),
     "verify": (("forward", SLOTS, PAGES, 3), 3, "forward pass with 3 drafts a request"),
+    "verify pages": (("forward", SLOTS, PAGES, 3), 3, "the same, pages attended to in place"),
     "sample drafts": (
         ("sample", SLOTS, True, True, 3),
         3,
@@ -80,9 +82,12 @@ def h100_mesh() -> Mesh:
     return make_mesh(topology.devices)
 
 
-def step_programs(mesh: Mesh, drafts: int) -> StepPrograms:
-    """The engine's programs at 64 requests with a context of 2350 tokens, over abstract values."""
+def step_programs(mesh: Mesh, drafts: int, in_place: bool = False) -> StepPrograms:
+    """The engine's programs at 64 requests with a context of 2350 tokens, over abstract values. in_place: the attention
+    kernel reads the pages; else they are gathered."""
     model = Llama(ModelConfig.from_hf(LLAMA_3_70B), dtype="bfloat16", platform="gpu")
+    if in_place:
+        model = model.with_attention_implementation("mosaic", BLOCK)
     vocab, pages = model.vocab_size, -(-CONTEXT // BLOCK)
     config = ProcessorConfig(vocab, HISTORY, SLOTS, stop_token_ids=tuple(model.eos_token_ids))
     sampler = Sampler(vocab, make_processors((), config), Markers(start=(128002,), end=(128003,)))
@@ -116,7 +121,7 @@ def _placed(tree: Any, where: NamedSharding) -> Any:
 def lower(mesh: Mesh, name: str) -> tuple[jax.stages.Lowered, dict[str, int]]:
     """A program by its name in PROGRAMS, and the sizes on one device to compare it with."""
     key, drafts, _ = PROGRAMS[name]
-    programs = step_programs(mesh, drafts)
+    programs = step_programs(mesh, drafts, in_place=name.endswith("pages"))
     program = programs.program(key)
     updated = {"kv": 0, "batch": 0, "logits": SLOTS * (1 + drafts) * programs.parts.model.vocab_size * 4}
     if key[0] in ("sample", "propose"):

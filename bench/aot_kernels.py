@@ -3,9 +3,9 @@
     python bench/aot_kernels.py [--write docs/h100.md] [--json FILE] [--only NAME]
 
 Needs the cuda12 extra (JAX's CUDA plugin and ptxas; no driver, no GPU). Of every kernel: registers, spills and the PTX
-instructions that matter; of every program: temporaries, the arrays as large as the logits that it writes, and the time
-to compile. Fails on a spill, on a program that writes more of these arrays than its byte plan says, and on a pass over
-the logits without 128-bit loads.
+instructions that matter; of every program: temporaries, the arrays as large as its input that it writes, and the time
+to compile. Fails on a spill, on a program that writes more of these arrays than its byte plan says or starts another
+number of kernels, on a pass over the logits without 128-bit loads, and on attention without tensor cores.
 """
 
 # ruff: noqa: E402 (the environment comes before JAX)
@@ -37,12 +37,13 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pallas_kernels import Filters, Proposal, rejection_sample, top_k_top_p_sample
+from pallas_kernels import Filters, Proposal, paged_attention, rejection_sample, top_k_top_p_sample
 from pallas_kernels.top_k_top_p import apply_mask
 
 PTX = {
     "128-bit loads": r"\bld\.[a-z.:]*v4\.",
     "TMA copies": r"cp\.async\.bulk\.tensor",
+    "tensor core products": r"\bwgmma\.mma_async",
     "shuffles": r"\bshfl\.",
     "barriers": r"\bbar\.sync|barrier\.sync",
 }
@@ -59,15 +60,16 @@ class Kernel:
 @dataclass
 class Program:
     """name, what was compiled; calls: of Mosaic kernels, distinct: of these, since equal ones may be compiled once.
-    logits: the bytes of p's. plan: how many arrays of the logits' size its byte plan writes, copies: how many the
-    program does."""
+    input: the bytes of p's logits, or of the keys and values that are seen. plan: how many arrays of this size its byte
+    plan writes, copies: how many the program does. called: kernels that it starts."""
 
     name: str
-    logits: int
+    input: int
     plan: int
     calls: int
     distinct: int
     copies: int = 0
+    called: int = 0
     temp: int = 0
     seconds: float = 0.0
     kernels: list[Kernel] = field(default_factory=list)
@@ -76,6 +78,9 @@ class Program:
 Function = Callable[..., Any]
 SAMPLED = ((64, 128256), (64, 151936), (8, 32000))
 VERIFIED = ((64, 3, 128256),)
+# Requests, positions of each, KV heads, query heads to each, width, keys: of Llama-3-70B's shard of eight, and 3-8B.
+ATTENDED = ((64, 1, 1, 8, 128, 2352), (64, 4, 1, 8, 128, 2352), (8, 1, 8, 4, 128, 8192))
+PAGE = 16
 
 
 def filters(rows: int) -> Filters:
@@ -104,6 +109,16 @@ def verify_arguments(slots: int, k: int, vocab: int, paired: bool) -> tuple[Any,
     words, uniforms = Shape((slots, 1 + k, 8), jnp.uint32), Shape((slots, k), jnp.float32)
     proposal = Proposal(Shape((slots, k, vocab), jnp.float32), filters(slots)) if paired else None
     return proposal, logits, drafts, filters(slots), words, uniforms
+
+
+def attend(*args: Any) -> Any:
+    return paged_attention(*args, implementation="mosaic", interpret=False)
+
+
+def attend_arguments(n: int, length: int, heads: int, group: int, width: int, keys: int) -> tuple[Any, ...]:
+    pool = Shape((1, 1 + n * keys // PAGE, PAGE, heads, width), jnp.bfloat16)
+    q = Shape((n, length, heads, group, width), jnp.bfloat16)
+    return q, pool, pool, Shape((), jnp.int32), Shape((n, keys // PAGE), jnp.int32), Shape((n, length), jnp.int32)
 
 
 def process(
@@ -141,6 +156,11 @@ def programs() -> list[tuple[Program, Function, tuple[Any, ...]]]:
             name = f"rejection_sample {method}{', with q' if paired else ''} {slots} x {1 + k} x {vocab}"
             program = Program(name, 4 * slots * (1 + k) * vocab, 0, calls, distinct)
             found.append((program, verify(method), verify_arguments(slots, k, vocab, paired)))
+    for shape in ATTENDED:
+        n, length, heads, group, width, keys = shape
+        name = f"paged_attention {n} x {length} x {heads * group} heads, {keys} keys of {heads} x {width}"
+        program = Program(name, 4 * n * keys * heads * width, plan=0, calls=1, distinct=1)
+        found.append((program, attend, attend_arguments(*shape)))
     program = Program("mask, penalties and temperature 64 x 128256", 4 * 64 * 128256, plan=1, calls=0, distinct=0)
     return [*found, (program, process, process_arguments(64, 128256))]
 
@@ -160,13 +180,15 @@ def measure(program: Program, function: Callable[..., Any], arguments: tuple[Any
     compiled = jax.jit(function).lower(*arguments).compile()
     program.seconds = time.perf_counter() - started
     program.temp = compiled.memory_analysis().temp_size_in_bytes
-    program.copies = copies(compiled.as_text(), program.logits)
+    text = compiled.as_text()
+    program.copies = copies(text, program.input)
+    program.called = len(re.findall(r'custom_call_target="mosaic_gpu', text))
     program.kernels = [read_kernel(file) for file in sorted(set(DUMP.rglob("*.ptxas")) - before)]
     return program
 
 
 def copies(text: str, size: int) -> int:
-    """How many instructions of the entry computation write half as much as the logits, or more."""
+    """How many instructions of the entry computation write half of `size` bytes, or more."""
     entry = text[text.index("\nENTRY") :]
     written = 0
     for dtype, dims, operation in re.findall(r"= (\w+)\[([\d,]+)\]\S* ([\w-]+)\(", entry):
@@ -190,13 +212,19 @@ def check(program: Program) -> list[str]:
     wrong = [f"kernel {i} spills {k.spilled} bytes" for i, k in enumerate(program.kernels) if k.spilled]
     if not program.distinct <= len(program.kernels) <= program.calls:
         wrong.append(f"{len(program.kernels)} kernels were compiled, not {program.distinct} to {program.calls}")
-    passes = [k for k in program.kernels if not k.instructions["TMA copies"]]  # over the logits, by plain loads
-    if program.calls and not (passes and all(k.instructions["128-bit loads"] for k in passes)):
-        wrong.append("the pass over the logits has no 128-bit loads")
+    if program.called != program.calls:
+        wrong.append(f"{program.called} kernels are started, not {program.calls}")
+    if program.name.startswith("paged_attention"):
+        if not all(k.instructions["tensor core products"] and k.instructions["TMA copies"] for k in program.kernels):
+            wrong.append("attention without TMA copies or tensor cores")
+    elif program.calls:
+        passes = [k for k in program.kernels if not k.instructions["TMA copies"]]  # over the logits, by plain loads
+        if not (passes and all(k.instructions["128-bit loads"] for k in passes)):
+            wrong.append("the pass over the logits has no 128-bit loads")
     if program.copies > program.plan:
-        wrong.append(f"{program.copies} arrays of the logits' size are written, not {program.plan}")
-    if program.temp > (program.plan + 0.3) * program.logits:
-        wrong.append(f"temporaries take {program.temp} bytes, the logits {program.logits}")
+        wrong.append(f"{program.copies} arrays as large as the input are written, not {program.plan}")
+    if program.temp > (program.plan + 0.3) * program.input:
+        wrong.append(f"temporaries take {program.temp} bytes, the input {program.input}")
     return [f"{program.name}: {w}" for w in wrong]
 
 
@@ -209,10 +237,10 @@ def table(measured: list[Program]) -> str:
         for i, kernel in enumerate(program.kernels):
             cells = [i, kernel.registers, kernel.spilled, *kernel.instructions.values()]
             lines.append(f"| {program.name if i == 0 else ''} | " + " | ".join(map(str, cells)) + " |")
-    lines += ["", "| program | logits, MB | temporaries, MB | arrays as large written | compiled in, s |"]
+    lines += ["", "| program | input, MB | temporaries, MB | arrays as large written | compiled in, s |"]
     lines += ["|---|---|---|---|---|"]
     for p in measured:
-        lines.append(f"| {p.name} | {p.logits / 1e6:.1f} | {p.temp / 1e6:.1f} | {p.copies} | {p.seconds:.0f} |")
+        lines.append(f"| {p.name} | {p.input / 1e6:.1f} | {p.temp / 1e6:.1f} | {p.copies} | {p.seconds:.0f} |")
     return "\n".join(lines)
 
 

@@ -5,8 +5,9 @@
 
 An implementation is timed at a vocabulary only if it gives the reference's tokens there, on every case of
 pallas_kernels.cases. Time: of one call among many that are queued, over logits in several buffers that do not fit the
-L2 cache together. GB/s: one read of the logits in that time; copy: of the copy that is measured first, the share. What
-the budget leaves no time for is listed as skipped. Exit status 1 where something is wrong, 2 where there is no GPU.
+L2 cache together. GB/s: one read of the logits, or of the keys and values, in that time; copy: of the copy that is
+measured first, the share. What the budget leaves no time for is listed as skipped. Exit status 1 where something is
+wrong, 2 where there is no GPU.
 """
 
 from __future__ import annotations
@@ -27,23 +28,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import Filters, Proposal, rejection_sample, top_k_top_p_sample
+from pallas_kernels import Filters, Proposal, paged_attention, rejection_sample, top_k_top_p_sample
 from pallas_kernels.cases import BENCH_ROWS, BENCH_VOCABS, draft_case, sampling_case
 
 CACHE = 64 << 20  # bytes of L2 that the buffers together must exceed
 TOP_K, TOP_P = 50, 0.9
 DRAFTS, SLOTS = 3, 64
+KEYS, PAGE, WIDTH = 2352, 16, 128
 Call = Callable[[], Any]
 
 
 @dataclass
 class Result:
-    """A row of the table. ms and gb_per_s: None where nothing was timed, note says why."""
+    """A row of the table. vocab: columns of the logits, or keys of a request. bytes: of the input. ms, gb_per_s: None
+    where nothing was timed, note says why."""
 
     operation: str
     implementation: str
     rows: int
     vocab: int
+    bytes: int
     ms: float | None = None
     gb_per_s: float | None = None
     copy_share: float | None = None
@@ -112,7 +116,32 @@ def verifying_arguments(slots: int, vocab: int) -> list[tuple[Any, ...]]:
     return [(x, d, filters(slots), words, uniforms) for x, d in zip(shaped, drafts, strict=True)]
 
 
+def attention(implementation: str) -> Callable[..., Any]:
+    return jax.jit(partial(paged_attention, implementation=implementation))
+
+
+def attending_arguments(slots: int, length: int, keys: int, heads: int) -> list[tuple[Any, ...]]:
+    """Pools of several layers, which take turns; every request has `keys` keys, on pages in any order."""
+    pages = -(-keys // PAGE)
+    layers = 1 + CACHE // (slots * keys * heads * WIDTH * 4) if slots > 1 else 1
+    keys_of = jax.random.split(jax.random.key(3), 4)
+    pools = [
+        jax.random.normal(key, (layers, 1 + slots * pages, PAGE, heads, WIDTH), jnp.bfloat16) for key in keys_of[:2]
+    ]
+    q = jax.random.normal(keys_of[2], (slots, length, heads, 8, WIDTH), jnp.bfloat16)
+    tables = 1 + jax.random.permutation(keys_of[3], slots * pages).reshape(slots, pages).astype(jnp.int32)
+    positions = jnp.broadcast_to(keys - length + jnp.arange(length), (slots, length)).astype(jnp.int32)
+    return [(q, *pools, jnp.int32(layer), tables, positions) for layer in range(layers)]
+
+
 # ---- right
+
+
+def attending_is_wrong(arguments: tuple[Any, ...]) -> str:
+    """How far the kernel is from the definition, empty where it is near."""
+    ours, expected = (attention(name)(*arguments).astype(jnp.float32) for name in ("mosaic", "xla"))
+    difference = float(jnp.max(jnp.abs(ours - expected)))
+    return "" if difference < 0.02 else f"attention differs by {difference}"
 
 
 def sampling_is_right(implementation: str, vocab: int, only: str) -> str:
@@ -179,7 +208,7 @@ class Bench:
 
     def time(self, result: Result, calls: list[Call], wait: Callable[[Any], Any]) -> Result:
         result.ms = queued_ms(calls, wait, self.repeats)
-        result.gb_per_s = 4 * result.rows * result.vocab / result.ms / 1e6
+        result.gb_per_s = result.bytes / result.ms / 1e6
         result.copy_share = result.gb_per_s / self.copy
         return result
 
@@ -209,7 +238,8 @@ class Bench:
             for name in self.implementations:
                 wrong = "" if name == "xla" else sampling_is_right(name, vocab, only)
                 for count in rows:
-                    result = Result("top_k_top_p_sample", name, count, vocab, note=wrong and f"wrong: {wrong}")
+                    result = Result("top_k_top_p_sample", name, count, vocab, 4 * count * vocab)
+                    result.note = wrong and f"wrong: {wrong}"
                     if wrong:
                         yield result
                     else:
@@ -222,7 +252,8 @@ class Bench:
         for name in (n for n in self.implementations if n != "triton"):
             wrong = "" if name == "xla" else verifying_is_right(name, min(vocab, 32000), only)
             for method in ("coupled", "standard"):
-                result = Result(f"rejection_sample {method}", name, slots * (1 + DRAFTS), vocab)
+                count = slots * (1 + DRAFTS)
+                result = Result(f"rejection_sample {method}", name, count, vocab, 4 * count * vocab)
                 result.note = wrong and f"wrong: {wrong}"
                 if wrong:
                     yield result
@@ -232,13 +263,29 @@ class Bench:
                     work.append((result, verifier(name, method), arguments))
         yield from self.compiled(work)
 
+    def attending(self, slots: int, keys: int, heads: int) -> Iterator[Result]:
+        """A decode and a window of 1 + DRAFTS, 8 query heads to a KV head, as on a GPU of eight that share 70B."""
+        work = []
+        for length in (1, 1 + DRAFTS):
+            problem = partial(attending_arguments, slots, length, keys, heads)
+            wrong = attending_is_wrong(problem()[0])
+            for name in (n for n in self.implementations if n != "triton"):
+                size = slots * keys * heads * WIDTH * 4
+                result = Result(f"paged_attention 1 + {length - 1}", name, slots, keys, size)
+                if name == "mosaic" and wrong:
+                    result.note = f"wrong: {wrong}"
+                    yield result
+                else:
+                    work.append((result, attention(name), problem))
+        yield from self.compiled(work)
+
     def rivals(self, rows: list[int], vocabs: list[int]) -> Iterator[Result]:
         for name, make in RIVALS.items():
             if importlib.util.find_spec(name) is None or importlib.util.find_spec("torch") is None:
                 continue
             for count in rows:
                 for vocab in vocabs:
-                    result = Result("top_k_top_p_sample", name, count, vocab)
+                    result = Result("top_k_top_p_sample", name, count, vocab, 4 * count * vocab)
                     if time.monotonic() > self.deadline:
                         result.note = "skipped: out of time"
                     else:
@@ -283,6 +330,7 @@ def main(argv: list[str] | None = None) -> int:
     for found in (
         bench.sampling(rows, vocabs, only),
         bench.verifying(slots, vocabs[0] if args.interpret else 128256, "one draft" if args.interpret else ""),
+        bench.attending(*((1, 80, 1) if args.interpret else (SLOTS, KEYS, 1))),
         () if args.interpret else bench.rivals(rows, vocabs),
     ):
         for result in found:

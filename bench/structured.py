@@ -1,17 +1,22 @@
 """What structured output costs and gains: tokens per second with and without it, taking turns in one run.
 
-    python bench/structured.py [--batch 1 8 32] [--tokens 64] [--rounds 5] [--json FILE]
+    python bench/structured.py [--batch 1 8 32 64] [--tokens 64] [--rounds 5] [--json FILE]
+    python bench/structured.py --hf DIR --vllm PYTHON       also vLLM, whose grammars are xgrammar's
+    python bench/structured.py --tekken FILE                on Mistral's vocabulary, with random weights
 
-On the demo model. Every mode makes the same number of tokens of the same prompts:
+On the demo model unless --tekken names a file in Mistral's format (one comes with the package mistral-common). Every
+mode makes the same number of tokens of the same prompt, one token a step but where a grammar forces drafts:
 
-    free         no grammar
-    table        a regular expression that no text leaves early, held by a table on the device
-    matcher      the same language, held by a matcher on the host
-    json         a JSON object with long keys, held by a table, one token a step
-    json forced  the same, with drafts of what the grammar forces
+    free           no grammar
+    table          a regular expression that no text leaves early, held by a table on the device
+    matcher        the same language, held by a matcher on the host
+    json           JSON objects with long keys, held by a table
+    json matcher   the same, held by a matcher
+    json + K       held by a table, with drafts of what the grammar forces (--forced K)
+    matcher + K    the same by a matcher
 
-The second table says what a grammar costs the host and the link to the device in a step; the third what it takes to
-compile, and to the first token of a prompt that is computed meanwhile.
+The second table says what a grammar costs the host in a step, matchers' masks alone, and how much is sent to the
+device; the third what compiling costs the first token of a prompt that is computed meanwhile.
 """
 
 from __future__ import annotations
@@ -20,12 +25,22 @@ import argparse
 import json
 import os
 import statistics
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+import jax
+from structured_compile import tekken_vocabulary
+from throughput import Peer
+from tokenizers import Regex, Tokenizer, decoders
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
+from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+import models
 from jaxserve import LLM, SamplingParams, StructuredOutputsParams
-from jaxserve.engine import EngineStats
 from models.gguf import demo_model_path
 
 CHARACTERS = r"[A-Za-z0-9 ,.:;!?'()\n-]"
@@ -48,13 +63,18 @@ OBJECT: dict[str, Any] = {
 }
 RECORDS = {"type": "array", "items": OBJECT, "minItems": 12, "maxItems": 12}
 LONG = {"regex": CHARACTERS + "{1,900}"}
+JSON: dict[str, Any] = {"json": RECORDS}
+TABLE, MATCHER = {"backend": "table"}, {"backend": "llguidance"}
 MODES: dict[str, tuple[str, dict[str, Any] | None]] = {  # engine, grammar
     "free": ("plain", None),
-    "table": ("plain", LONG | {"backend": "table"}),
-    "matcher": ("plain", LONG | {"backend": "llguidance"}),
-    "json": ("plain", {"json": RECORDS, "backend": "table"}),
-    "json forced": ("forced", {"json": RECORDS, "backend": "table"}),
+    "table": ("plain", LONG | TABLE),
+    "matcher": ("plain", LONG | MATCHER),
+    "json": ("plain", JSON | TABLE),
+    "json matcher": ("plain", JSON | MATCHER),
+    "json + K": ("forced", JSON | TABLE),
+    "matcher + K": ("forced", JSON | MATCHER),
 }
+VLLM = {"vllm free": None, "vllm regex": "regex", "vllm json": "json"}
 COMPILED: dict[str, dict[str, Any]] = {
     "choice of 3": {"choice": ["positive", "negative", "neutral"]},
     "phone number": {"regex": r"\+[0-9]{1,3} [0-9]{3}-[0-9]{4}"},
@@ -64,33 +84,68 @@ COMPILED: dict[str, dict[str, Any]] = {
     "any object": {"json_object": True},
     "arithmetic": {"grammar": 'start: term ("+" term)*\nterm: /[0-9]+/ | "(" start ")"'},
 }
+TINY: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024, "tie_word_embeddings": True,
+    "eos_token_id": 2,
+}  # fmt: skip
 PROMPT = "List the customers of a bank as JSON records."
 
 
-def make_engines(batches: list[int], tokens: int) -> dict[str, LLM]:
-    common: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": max(batches), "enable_prefix_caching": False}
+def make_engines(args: argparse.Namespace) -> dict[str, LLM]:
+    """One without drafts, and one with drafts of what grammars force."""
+    model: Any = demo_model_path()
+    tokenizer = None
+    if args.tekken:
+        tokenizer = tekken_tokenizer(args.tekken)
+        model = models.from_config(TINY | {"vocab_size": len(tokenizer)})
+    common: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": max(args.batch), "enable_prefix_caching": False}
     return {
-        name: LLM(demo_model_path(), structured_outputs_config={"num_forced_tokens": forced}, **common)
-        for name, forced in (("plain", 0), ("forced", tokens))
+        name: LLM(model, tokenizer, structured_outputs_config={"num_forced_tokens": forced}, **common)
+        for name, forced in (("plain", 0), ("forced", args.forced))
     }
 
 
+def tekken_tokenizer(file: Path) -> PreTrainedTokenizerFast:
+    """A file in Mistral's format, which lists tokens by rank, as a byte-level BPE: each token's merges are the pairs of
+    earlier tokens that make it."""
+    spelled = tekken_vocabulary(file).token_bytes
+    alphabet = bytes_to_unicode()
+    written = {b: "".join(alphabet[c] for c in b) for b in spelled if b}
+    ids = {b: i for i, b in enumerate(spelled) if b}
+    special = {f"<special_{i}>": i for i, b in enumerate(spelled) if b is None}
+    merges = []
+    for token in ids:
+        pairs = [(token[:i], token[i:]) for i in range(1, len(token)) if token[:i] in ids and token[i:] in ids]
+        pairs.sort(key=lambda pair: (ids[pair[0]], ids[pair[1]]))
+        merges += [(written[left], written[right]) for left, right in pairs]
+    backend = Tokenizer(BPE(special | {written[b]: i for b, i in ids.items()}, merges))
+    pattern = json.loads(file.read_text())["config"]["pattern"]
+    backend.pre_tokenizer = Sequence([Split(Regex(pattern), "isolated"), ByteLevel(False, use_regex=False)])
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(list(special))
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
 def ask(llm: LLM, prompt: list[int], batch: int, tokens: int, grammar: dict[str, Any] | None) -> dict[str, float]:
+    """Output tokens a second, and of a step: microseconds of the host and of its masks, bytes of these."""
     asked = None if grammar is None else StructuredOutputsParams(**grammar)
     params = SamplingParams(
         max_tokens=tokens, ignore_eos=True, temperature=0.7, seed=1, detokenize=False, structured_outputs=asked
     )
     before, started = llm.stats(), time.perf_counter()
     outputs = llm.generate([prompt] * batch, params, use_tqdm=False)
-    seconds = time.perf_counter() - started
+    seconds, after = time.perf_counter() - started, llm.stats()
     made = sum(len(o.outputs[0].token_ids) for o in outputs)
     assert made == batch * tokens, "a grammar ended early"
-    return {"rate": made / seconds, **_per_step(before, llm.stats())}
-
-
-def _per_step(before: EngineStats, after: EngineStats) -> dict[str, float]:
     steps = after.num_steps - before.num_steps
-    return {"steps": steps, "host_us": 1e6 * (after.host_seconds - before.host_seconds) / steps}
+    return {
+        "rate": made / seconds,
+        "steps": steps,
+        "host_us": 1e6 * (after.host_seconds - before.host_seconds) / steps,
+        "mask_us": 1e6 * (after.mask_seconds - before.mask_seconds) / steps,
+        "mask_bytes": (after.mask_bytes - before.mask_bytes) / steps,
+    }
 
 
 def compile_times(llm: LLM, prompt: list[int], repeats: int = 5) -> dict[str, dict[str, float]]:
@@ -115,32 +170,68 @@ def compile_times(llm: LLM, prompt: list[int], repeats: int = 5) -> dict[str, di
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--forced", type=int, default=4, help="drafts of what a grammar forces")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    args = parser.parse_args()
+def start_peer(args: argparse.Namespace, prompt: list[int], folder: Path) -> Peer:
+    if not args.hf.exists():
+        from export_hf import export
 
-    engines = make_engines(args.batch, args.forced)
-    llm = engines["plain"]
-    prompt = llm.get_tokenizer().apply_chat_template(
-        [{"role": "user", "content": PROMPT}], add_generation_prompt=True, return_dict=False
+        export(args.hf)
+    prompts, grammars = folder / "prompts.json", folder / "grammars.json"
+    prompts.write_text(json.dumps([prompt]))
+    grammars.write_text(json.dumps({"regex": LONG, "json": JSON}))
+    options = ["--structured", str(grammars)]
+    return Peer(
+        args.vllm, "vllm_throughput.py", args.hf, prompts, args.batch, args.tokens, options, kinds=["temperature"]
     )
+
+
+def measure(args: argparse.Namespace, engines: dict[str, LLM], prompt: list[int]) -> dict[tuple[str, int], Any]:
+    """Medians of every mode and batch; all take turns."""
     found: dict[tuple[str, int], list[dict[str, float]]] = {}
-    for batch in args.batch:
-        for engine, grammar in [*MODES.values()] * 2:  # compiles grammars and programs before anything is timed
-            ask(engines[engine], prompt, batch, args.tokens, grammar)
-        for _ in range(args.rounds):
-            for mode, (engine, grammar) in MODES.items():
-                figures = ask(engines[engine], prompt, batch, args.tokens, grammar)
-                found.setdefault((mode, batch), []).append(figures)
-    medians = {
+    with tempfile.TemporaryDirectory() as folder:
+        peer = start_peer(args, prompt, Path(folder)) if args.vllm else None
+        for batch in args.batch:
+            for engine, grammar in [*MODES.values()] * 2:  # compiles grammars and programs before anything is timed
+                ask(engines[engine], prompt, batch, args.tokens, grammar)
+            for _ in range(args.rounds):
+                for mode, (engine, grammar) in MODES.items():
+                    figures = ask(engines[engine], prompt, batch, args.tokens, grammar)
+                    found.setdefault((mode, batch), []).append(figures)
+                for mode, name in VLLM.items() if peer else ():
+                    rate = peer.ask(batch, args.tokens, "temperature", structured=name)
+                    found.setdefault((mode, batch), []).append({"rate": rate})
+            print(f"{batch} requests measured", flush=True)
+    return {
         key: {name: statistics.median(f[name] for f in rounds) for name in rounds[0]} for key, rounds in found.items()
     }
-    report(medians, llm.engine.model.vocab_size, args)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 64])
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--forced", type=int, default=3, help="K, drafts of what a grammar forces")
+    parser.add_argument("--tekken", type=Path, help="a vocabulary in Mistral's format, for a tiny random model")
+    parser.add_argument("--hf", type=Path, help="Hugging Face folder of the demo model, for vLLM; made if missing")
+    parser.add_argument("--vllm", help="python of vLLM's environment")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    args = parser.parse_args()
+    if args.vllm and (args.tekken or not args.hf):
+        parser.error("--vllm runs the demo model, from --hf DIR")
+
+    engines = make_engines(args)
+    llm = engines["plain"]
+    if args.tekken:
+        prompt = llm.get_tokenizer().encode(PROMPT)
+    else:
+        prompt = llm.get_tokenizer().apply_chat_template(
+            [{"role": "user", "content": PROMPT}], add_generation_prompt=True, return_dict=False
+        )
+    medians = measure(args, engines, prompt)
+    vocab = llm.engine.model.vocab_size
+    name = "a random model" if args.tekken else "SmolLM2-135M"
+    print(f"\n{name}, {vocab} tokens, {args.tokens} of each prompt, {os.cpu_count()} cores, jax {jax.__version__}")
+    report(medians, args)
     compiled = compile_times(llm, prompt)
     print("\nFirst token of a prompt of 300 tokens, ms (median of 5): no grammar, a new one, one that is kept")
     for name, row in compiled.items():
@@ -148,22 +239,32 @@ def main() -> None:
     if args.json:
         figures = {f"{mode}/{batch}": row for (mode, batch), row in medians.items()}
         args.json.write_text(json.dumps({"rates": figures, "first_token_ms": compiled}, indent=1))
+    for engine in engines.values():
+        engine.shutdown()
 
 
-def report(medians: dict[tuple[str, int], dict[str, float]], vocab: int, args: Any) -> None:
-    print(f"\nSmolLM2-135M, {args.tokens} tokens of each prompt, {os.cpu_count()} cores")
-    print(f"output tokens/s, median of {args.rounds} rounds, and the ratio to no grammar")
-    print(f"{'B':>4}" + "".join(f"{mode:>20}" for mode in MODES))
-    for batch in args.batch:
-        free = medians["free", batch]["rate"]
-        cells = [f"{medians[mode, batch]['rate']:>12.1f} {medians[mode, batch]['rate'] / free:>7.2f}" for mode in MODES]
-        print(f"{batch:>4}" + "".join(cells))
-    print("\nhost us a step, and bytes of masks sent to the device a step")
-    print(f"{'B':>4}" + "".join(f"{mode:>20}" for mode in MODES))
-    for batch in args.batch:
-        sent = {"matcher": batch * -(-vocab // 32) * 4}
-        cells = [f"{medians[mode, batch]['host_us']:>11.0f} {sent.get(mode, 0):>8}" for mode in MODES]
-        print(f"{batch:>4}" + "".join(cells))
+def report(medians: dict[tuple[str, int], dict[str, float]], args: argparse.Namespace) -> None:
+    modes = [mode for mode in (*MODES, *VLLM) if (mode, args.batch[0]) in medians]
+
+    def table(title: str, modes: list[str], cell: Any) -> None:
+        print(f"\n{title}\n{'B':>4}" + "".join(f"{mode.replace('+ K', f'+ {args.forced}'):>16}" for mode in modes))
+        for batch in args.batch:
+            print(f"{batch:>4}" + "".join(f"{cell(medians[mode, batch], mode, batch):>16}" for mode in modes))
+
+    def rate(row: dict[str, float], mode: str, batch: int) -> str:
+        free = medians["vllm free" if mode in VLLM else "free", batch]["rate"]
+        return f"{row['rate']:.1f} {row['rate'] / free:5.2f}"
+
+    table(f"output tokens/s, median of {args.rounds} rounds, and the engine's ratio to no grammar", modes, rate)
+    own = list(MODES)
+    table(
+        "host us a step, of it us of matchers' masks", own, lambda row, *_: f"{row['host_us']:.0f} {row['mask_us']:.0f}"
+    )
+    table("bytes of masks sent to the device a step", own, lambda row, *_: f"{row['mask_bytes']:.0f}")
+    if peers := [mode for mode in VLLM if mode in modes]:
+        ours = {"vllm free": "free", "vllm regex": "table", "vllm json": "json + K"}
+        ratio = lambda row, mode, batch: f"{medians[ours[mode], batch]['rate'] / row['rate']:.2f}"  # noqa: E731
+        table("jaxserve (free, table, json + K) / vLLM", peers, ratio)
 
 
 if __name__ == "__main__":

@@ -61,19 +61,19 @@ class Peer:
 
     def __init__(
         self, python: str, script: str, hf: Path, prompts: Path, batches: list[int], tokens: int,
-        options: Sequence[str] = (),
+        options: Sequence[str] = (), kinds: Sequence[str] = tuple(SAMPLING),
     ) -> None:  # fmt: skip
         command = [python, str(HERE / "peers" / script), "--model", str(hf), "--prompts", str(prompts)]
-        command += ["--tokens", str(tokens), "--sampling", *SAMPLING, "--batch", *map(str, batches), *options]
+        command += ["--tokens", str(tokens), "--sampling", *kinds, "--batch", *map(str, batches), *options]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
         if self._read().strip() != "ready":
             raise RuntimeError(f"{script} did not start")
 
-    def ask(self, batch: int, tokens: int, sampling: str) -> float:
+    def ask(self, batch: int, tokens: int, sampling: str, **more: Any) -> float:
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"batch": batch, "tokens": tokens, "sampling": sampling}) + "\n")
+        self.process.stdin.write(json.dumps({"batch": batch, "tokens": tokens, "sampling": sampling} | more) + "\n")
         self.process.stdin.flush()
         return float(json.loads(self._read())["tokens_per_s"])
 

@@ -36,7 +36,8 @@ class EngineStats:
     scheduler: queues, pool, preemptions, prefix hits. host_seconds: time the host worked on `num_steps` steps, its
     waiting for the device (`wait_seconds`) not counted; dispatch_seconds: the part of it that started programs.
     compilations: programs compiled after warm-up. tokens: output tokens collected. speculation: what became of drafts.
-    grammar_violations: outputs that left their grammar, each of which would be a fault of jaxserve.
+    grammar_violations: outputs that left their grammar, each of which would be a fault of jaxserve. mask_seconds,
+    mask_bytes: that matchers took for masks, and what of them was sent to the device.
     """
 
     scheduler: SchedulerStats
@@ -48,6 +49,8 @@ class EngineStats:
     tokens: int
     speculation: SpecDecodingStats
     grammar_violations: int
+    mask_seconds: float
+    mask_bytes: int
 
 
 class EngineCore:
@@ -295,6 +298,7 @@ class EngineCore:
         return self.runner.programs.compilations
 
     def stats(self) -> EngineStats:
+        grammars = self.runner.grammars
         return EngineStats(
             scheduler=self.scheduler.stats(),
             num_steps=self._num_steps,
@@ -305,6 +309,8 @@ class EngineCore:
             tokens=self._num_tokens,
             speculation=self._speculation.stats,
             grammar_violations=self._grammar_violations,
+            mask_seconds=0.0 if grammars is None else grammars.fill_seconds,
+            mask_bytes=0 if grammars is None else grammars.bytes_sent,
         )
 
     def shutdown(self) -> None:

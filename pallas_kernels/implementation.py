@@ -8,24 +8,23 @@ from typing import Any, NamedTuple
 import jax
 
 from pallas_kernels import compat
-from pallas_kernels.block_shape import AttentionShape, BlockShape
 
 IMPLEMENTATIONS = ("xla", "mosaic", "triton")
 
 
 class Choice(NamedTuple):
     """name: one of IMPLEMENTATIONS. interpret: False, or what Mosaic kernels are interpreted with. block_shape: theirs,
-    None for the table's."""
+    a BlockShape or AttentionShape; None for the table's."""
 
     name: str
     interpret: Any = False
-    block_shape: BlockShape | AttentionShape | None = None
+    block_shape: Any = None
 
 
 def choose(
     implementation: str | None,
     interpret: bool | None = None,
-    block_shape: BlockShape | AttentionShape | None = None,
+    block_shape: Any = None,
     available: tuple[str, ...] = IMPLEMENTATIONS,
 ) -> Choice:
     """The implementation that runs, and how.

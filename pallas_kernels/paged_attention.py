@@ -54,9 +54,8 @@ def paged_attention(
     if choice.name == "mosaic":
         from pallas_kernels.mosaic.attention import attend
 
-        pools = (decode(pool, q.dtype) for pool in (k_pool, v_pool))
-        shape: Any = choice.block_shape
-        return attend(q, *pools, layer, block_tables, positions, window, first_key, shape, choice.interpret)
+        k, v = (decode(pool, q.dtype) for pool in (k_pool, v_pool))
+        return attend(q, k, v, layer, block_tables, positions, window, first_key, choice.block_shape, choice.interpret)
     keys, values = (decode(_gather(pool, layer, block_tables), q.dtype) for pool in (k_pool, v_pool))  # [N, P*C, H, E]
     visible = _visible(positions, keys.shape[1], window, first_key)
     platform = platform or ("cpu" if jax.default_backend() == "cpu" else "gpu")

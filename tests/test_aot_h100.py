@@ -46,11 +46,21 @@ def test_nothing_else_is_large(programs: list[dict]) -> None:
     """Two all-reduces a layer of the activations, and no gather of logits, weights, counts or KV."""
     tokens = {"forward": 64, "verify": 64 * 4, "prefill": 2048, "score": 2048}
     for program in programs:
-        activations = 2 * tokens.get(program["name"], 0) * 8192
+        activations = 2 * tokens.get(program["name"].removesuffix(" pages"), 0) * 8192
         layers = [c for c in program["collectives"] if c["in_loop"] and c["kind"] == "all-reduce"]
         assert [c["bytes"] for c in layers] == [activations] * (2 if activations else 0)
         rest = [c for c in program["collectives"] if c not in layers and c["kind"] != "all-to-all"]
         assert all(c["bytes"] <= max(activations, 64_000) for c in rest)
+
+
+def test_pages_are_attended_to_in_place(programs: list[dict]) -> None:
+    """By one kernel in the layer loop, without the copy of all keys and values of a layer that gathering them makes."""
+    by_name = {program["name"]: program for program in programs}
+    for name in ("forward", "verify"):
+        gathered, in_place = by_name[name], by_name[f"{name} pages"]
+        assert any(kernel.startswith("mosaic_gpu") for kernel in in_place["kernels"])
+        layer = gathered["sizes"]["kv"] / 80
+        assert in_place["temp"] < gathered["temp"] - layer / 2
 
 
 def test_prefill_attention_is_fused(programs: list[dict]) -> None:

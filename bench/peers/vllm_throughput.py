@@ -4,8 +4,10 @@ Loads the model once, warms up, prints "ready" and then answers one JSON line pe
 
     {"batch": 8, "tokens": 64, "sampling": "greedy"}  ->  {"tokens_per_s": 230.1, "seconds": 2.225}
 
-so that a driver can keep several peers alive and ask them in turn. With --rounds N it asks itself instead: N rounds
-over every sampling and batch size, one JSON line each. The time is that of the whole call, prefill included.
+so that a driver can keep several peers alive and ask them in turn. With "structured": NAME beside them, output is held
+to a grammar of --structured FILE, a JSON object of StructuredOutputsParams by name. With --rounds N it asks itself
+instead: N rounds over every sampling and batch size, one JSON line each. The time is that of the whole call, prefill
+included.
 """
 
 import argparse
@@ -19,9 +21,10 @@ from typing import Any, TextIO
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "top_p": {"temperature": 1.0, "top_p": 0.9},
+    "temperature": {"temperature": 0.7},
 }
 ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "0-1",  # two threads, on cores 0 and 1
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
@@ -30,10 +33,16 @@ ENVIRONMENT = {
 
 
 class Peer:
-    def __init__(self, model: str, prompts: list[list[int]], speculation: dict[str, Any] | None) -> None:
+    def __init__(
+        self,
+        model: str,
+        prompts: list[list[int]],
+        speculation: dict[str, Any] | None,
+        grammars: dict[str, dict[str, Any]],
+    ) -> None:
         from vllm import LLM
 
-        self.prompts = prompts
+        self.prompts, self.grammars = prompts, grammars
         self.llm = LLM(
             model,
             dtype="bfloat16",
@@ -43,10 +52,13 @@ class Peer:
             speculative_config=speculation,
         )
 
-    def run(self, batch: int, tokens: int, sampling: str) -> dict[str, float]:
+    def run(self, batch: int, tokens: int, sampling: str, structured: str | None = None) -> dict[str, float]:
         from vllm import SamplingParams
+        from vllm.sampling_params import StructuredOutputsParams
 
         params = SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False, **SAMPLING[sampling])
+        if structured is not None:
+            params.structured_outputs = StructuredOutputsParams(**self.grammars[structured])
         prompts = [{"prompt_token_ids": ids} for ids in itertools.islice(itertools.cycle(self.prompts), batch)]
         start = time.perf_counter()
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
@@ -70,6 +82,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="output tokens of each prompt")
     parser.add_argument("--sampling", nargs="+", choices=list(SAMPLING), default=["greedy"], help="kinds to warm up")
     parser.add_argument("--speculative-config", type=json.loads, help="vLLM's option of that name: a JSON object")
+    parser.add_argument("--structured", help="JSON file: grammars by name")
     parser.add_argument("--rounds", type=int, default=0, help="measure N times and exit; 0: serve stdin")
     args = parser.parse_args()
 
@@ -77,7 +90,12 @@ def main() -> None:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     with open(args.prompts, encoding="utf-8") as file:
-        peer = Peer(args.model, json.load(file), args.speculative_config)
+        prompts = json.load(file)
+    grammars = {}
+    if args.structured:
+        with open(args.structured, encoding="utf-8") as file:
+            grammars = json.load(file)
+    peer = Peer(args.model, prompts, args.speculative_config, grammars)
     cases: list[dict[str, Any]] = [
         {"batch": batch, "tokens": args.tokens, "sampling": sampling}
         for sampling in args.sampling
@@ -85,6 +103,8 @@ def main() -> None:
     ]
     for case in cases:
         peer.run(**case)
+    for name in grammars:
+        peer.run(**cases[0], structured=name)
     print("ready", file=out)
     if args.rounds:
         for case in cases * args.rounds:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -42,6 +43,7 @@ class GrammarTables:
         self._words = words
         self._held: dict[str, tuple[Request, PooledTable | None]] = {}
         self._threads: ThreadPoolExecutor | None = None
+        self.fill_seconds, self.bytes_sent = 0.0, 0  # of the host's masks
 
     @property
     def num_held(self) -> int:
@@ -82,6 +84,7 @@ class GrammarTables:
 
     def fill(self, matched: Sequence[tuple[int, Request]], drafts: np.ndarray) -> Masks:
         """The masks of requests that matchers follow, in the slots given. drafts: [S, K], -1 after the last."""
+        started = time.perf_counter()
         width = 1 + drafts.shape[1]
         words = np.empty((len(matched), width, self._words), np.uint32)
 
@@ -105,6 +108,8 @@ class GrammarTables:
             for (_, request), failure in zip(matched, failures, strict=True)
             if failure is not None
         }
+        self.fill_seconds += time.perf_counter() - started
+        self.bytes_sent += words.nbytes
         return Masks(rows, words.reshape(-1, self._words), errors)
 
     def _map(self, function: Callable[[int], Any], items: Sequence[int]) -> Any:

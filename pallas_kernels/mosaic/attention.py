@@ -37,19 +37,21 @@ def attend(
     q: jax.Array, k: jax.Array, v: jax.Array, layer: jax.Array | int, tables: jax.Array, positions: jax.Array,
     window: jax.Array | int, first_key: int, shape: AttentionShape | None, interpret: Any,
 ) -> jax.Array:  # fmt: skip
-    """pallas_kernels.paged_attention. Raises ValueError for a dtype, a width or a page size that it is not for."""
+    """pallas_kernels.paged_attention."""
     n, length, heads, group, width = q.shape
-    layers, blocks, size = k.shape[:3]
+    blocks, size = k.shape[1:3]
+    piece = min(size, TILE)  # a page of more positions is taken for several
     rows = length * group
     tiles = -(-rows // ROWS)
     height = ROWS if tiles > 1 else -(-rows // 8) * 8  # rows that are stored
     q = jnp.moveaxis(q, 2, 1).reshape(n, heads, rows, width)
     q = jnp.pad(q, ((0, 0), (0, 0), (0, tiles * height - rows), (0, 0)))
     at = jnp.pad(jnp.repeat(positions, group, axis=1), ((0, 0), (0, tiles * ROWS - rows)), constant_values=-1)
-    pages = jnp.pad(layer * blocks + tables, ((0, 0), (0, -tables.shape[1] % max(1, TILE // size))))
-    shape = shape or attention_shape(n * heads * tiles, pages.shape[1] * size // TILE)
-    merged = [pool.reshape(layers * blocks, size, heads * width) for pool in (k, v)]
-    bounds = _bounds(positions, pages.shape[1] * size, window, first_key)
+    pages = (layer * blocks + tables)[:, :, None] * (size // piece) + jnp.arange(size // piece)
+    pages = jnp.pad(pages.reshape(n, -1), ((0, 0), (0, -pages[0].size % (TILE // piece))))
+    shape = shape or attention_shape(n * heads * tiles, pages.shape[1] * piece // TILE)
+    merged = [pool.reshape(-1, piece, heads * width) for pool in (k, v)]
+    bounds = _bounds(positions, pages.shape[1] * piece, window, first_key)
     parts, sums = _attend(q, *merged, pages, at, bounds, height, shape, first_key, interpret)
     weight = jax.nn.softmax(sums, axis=0)  # [splits, N, H, rows]
     out = jnp.sum(parts * weight[..., None], axis=0)[:, :, :rows].astype(q.dtype)
@@ -78,7 +80,6 @@ def _attend(
     """
     n, heads, rows, width = q.shape
     size = k.shape[1]
-    piece = min(size, TILE)  # positions that one copy brings
     splits, stages = shape.splits, shape.stages
     scale = math.log2(math.e) / math.sqrt(width)  # weights are powers of two
 
@@ -94,13 +95,12 @@ def _attend(
 
         def fetch(t):
             slot = (t - start) % stages
-            for i in range(TILE // piece):
-                key = t * TILE + i * piece
-                page = pages_ref[at, key // size]
+            for i in range(TILE // size):
+                page = pages_ref[at, t * (TILE // size) + i]
                 for pool, tiles in ((k_ref, k_tiles), (v_ref, v_tiles)):
                     plgpu.copy_gmem_to_smem(
-                        pool.at[page, pl.ds(key % size, piece), pl.ds(head * width, width)],
-                        tiles.at[slot, pl.ds(i * piece, piece)],
+                        pool.at[page, :, pl.ds(head * width, width)],
+                        tiles.at[slot, pl.ds(i * size, size)],
                         kv_arrived.at[slot],
                     )
 
@@ -111,7 +111,6 @@ def _attend(
         plgpu.barrier_wait(q_arrived)
         by_row = plgpu.Layout.WGMMA.reduce(1)
         position = load(positions_ref, (at, pl.ds(tile * ROWS, ROWS)), by_row, interpret)
-        position = lax.broadcast_in_dim(position, (ROWS, TILE), (0,))
 
         def step(t, carry):
             out, top, total = carry
@@ -119,13 +118,15 @@ def _attend(
             plgpu.barrier_wait(kv_arrived.at[slot])
             x = matmul(q_tile, k_tiles.at[slot], interpret, transposed=True) * scale
             key = lax.broadcasted_iota(jnp.int32, (ROWS, TILE), 1) + t * TILE
-            seen = (key <= position) & (key > position - window) & (key >= first_key)
+            query = lax.broadcast_in_dim(position, (ROWS, TILE), (0,))
+            seen = (key <= query) & (key > query - window) & (key >= first_key)
             x = jnp.where(seen, x, _NEVER)
             higher = jnp.maximum(top, jnp.max(x, axis=1))
             kept = jnp.exp2(top - higher)
             weights = jnp.exp2(x - lax.broadcast_in_dim(higher, x.shape, (0,)))
             values = matmul(weights.astype(q.dtype), v_tiles.at[slot], interpret)
-            pl.when(t + stages < stop)(partial(fetch, t + stages))  # into the slot that both products have read
+            plgpu.commit_smem()  # every warp has read the slot, which is filled again
+            pl.when(t + stages < stop)(partial(fetch, t + stages))
             out = out * lax.broadcast_in_dim(kept, out.shape, (0,)) + values
             return out, higher, total * kept + jnp.sum(weights, axis=1)
 
@@ -159,7 +160,7 @@ def _attend(
             tiled((ROWS, width), jnp.float32),
             plgpu.SMEM((ROWS,), jnp.float32),
             plgpu.Barrier(),
-            plgpu.Barrier(num_arrivals=2 * (TILE // piece), num_barriers=stages),
+            plgpu.Barrier(num_arrivals=2 * (TILE // size), num_barriers=stages),
         ],
     )
     return tuple(kernel(q, k, v, pages, positions, bounds))

@@ -38,6 +38,7 @@ def test_kernels_are_compared_and_timed(tmp_path: Path) -> None:
     figures = json.loads(file.read_text())
     kinds = {(r["operation"], r["implementation"]) for r in figures["results"] if r["ms"] > 0}
     operations = {"top_k_top_p_sample", "rejection_sample coupled", "rejection_sample standard"}
+    operations |= {"paged_attention 1 + 0", "paged_attention 1 + 3"}
     assert kinds == {(operation, name) for operation in operations for name in ("xla", "mosaic")}
 
 
