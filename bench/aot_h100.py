@@ -5,7 +5,7 @@
 The programs are the ones the engine runs (jaxserve.step, models.llama), lowered with abstract arguments over eight
 devices described by h100_sxm.txtpb. Printed and checked: bytes of arguments, temporaries and aliased (donated) buffers
 of one device, and every collective with its bytes. The script fails when the KV pool or the batch is not updated in
-place, when a temporary is as large as the KV pool, or when logits are gathered.
+place, when a temporary is as large as the KV pool, when a decode copies weights, or when logits are gathered.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import math
 import os
 import re
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -137,23 +138,18 @@ def _bytes(tree: Any) -> int:
 
 
 def collectives(hlo: str) -> list[dict[str, Any]]:
-    """Every collective of the optimized program: kind, result shape, bytes on one device, whether in the layer loop."""
-    found = []
+    """The collectives of the optimized program: kind, result shape, bytes on one device, and how many there are."""
+    found: Counter[tuple[str, str, int]] = Counter()
     for line in hlo.splitlines():
         match = re.search(rf"= (.*?) ({COLLECTIVES})(?:-start)?\(", line)
         if match is None:
             continue
         shapes = re.findall(r"(\w+)\[([\d,]*)\]", match[1])
         sizes = [ITEMSIZE[t] * math.prod(int(n) for n in dims.split(",") if n) for t, dims in shapes if t in ITEMSIZE]
-        found.append(
-            {
-                "kind": match[2],
-                "shape": " ".join(f"{t}[{dims}]" for t, dims in shapes[-1:]),
-                "bytes": max(sizes, default=0),
-                "in_loop": "while/body" in line,
-            }
-        )
-    return found
+        found[match[2], " ".join(f"{t}[{dims}]" for t, dims in shapes[-1:]), max(sizes, default=0)] += 1
+    return [
+        {"kind": kind, "shape": shape, "bytes": size, "count": count} for (kind, shape, size), count in found.items()
+    ]
 
 
 def measure(mesh: Mesh, name: str) -> dict[str, Any]:
@@ -171,6 +167,7 @@ def measure(mesh: Mesh, name: str) -> dict[str, Any]:
         "alias": memory.alias_size_in_bytes,
         "sizes": sizes,
         "collectives": collectives(hlo),
+        "copied": copied_weights(hlo),
         "kernels": sorted(set(re.findall(r'custom_call_target="([^"]+)"', hlo))),
     }
 
@@ -185,10 +182,22 @@ def check(m: dict[str, Any]) -> list[str]:
         wrong.append(f"temporaries take {m['temp']} bytes, as much as the KV pool ({sizes['kv']})")
     if gathered := [c for c in m["collectives"] if c["kind"] == "all-gather" and c["bytes"] * 8 >= sizes["logits"]]:
         wrong.append(f"logits-sized all-gather: {gathered}")
-    exchanged = [c["bytes"] * 8 for c in m["collectives"] if c["kind"] == "all-to-all" and not c["in_loop"]]
-    if exchanged != ([sizes["logits"]] if m["name"].startswith("sample") else []):
-        wrong.append(f"expected one all-to-all of all logits ({sizes['logits']} bytes) in sampling, found {exchanged}")
+    if m["name"].startswith("sample") and exchanged(m) != [(sizes["logits"], 1)]:
+        wrong.append(f"expected one all-to-all of all logits ({sizes['logits']} bytes), found {exchanged(m)}")
+    if m["name"].startswith(("forward", "verify")) and m["copied"]:
+        wrong.append(f"weights are copied before they are used: {m['copied']}")
     return wrong
+
+
+def exchanged(m: dict[str, Any]) -> list[tuple[int, int]]:
+    """Bytes on all devices together, and number, of the all-to-alls."""
+    return [(c["bytes"] * 8, c["count"]) for c in m["collectives"] if c["kind"] == "all-to-all"]
+
+
+def copied_weights(hlo: str) -> list[str]:
+    """Shapes of copies and slices of eight million elements and more, as large as a layer's smallest projection."""
+    operations = re.findall(r"= \w+\[([\d,]+)\]\S* (copy|dynamic-slice)\(", hlo)
+    return sorted({dims for dims, _ in operations if math.prod(map(int, dims.split(","))) >= 8 << 20})
 
 
 def show(m: dict[str, Any]) -> None:
@@ -203,8 +212,7 @@ def show(m: dict[str, Any]) -> None:
     for kernel in m["kernels"]:
         print(f"  kernel {kernel}")
     for c in m["collectives"]:
-        where = "each layer" if c["in_loop"] else ""
-        print(f"  {c['kind']:<16}{c['shape']:<20}{where:<12}{c['bytes'] / 1e6:>10.3f} MB")
+        print(f"  {c['count']:>4} x {c['kind']:<16}{c['shape']:<25}{c['bytes'] / 1e6:>10.3f} MB")
 
 
 def main() -> None:

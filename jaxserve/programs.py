@@ -44,9 +44,9 @@ class Programs:
         return compiled
 
     def warmup(self, keys: Iterable[Hashable], progress: bool) -> None:
-        """Compile all of `keys`, two at a time (XLA releases the interpreter lock)."""
+        """Compile all of `keys`, several at a time (XLA releases the interpreter lock)."""
         missing = [k for k in keys if k not in self._compiled]
-        with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
+        with ThreadPoolExecutor(max_workers=min(16, os.cpu_count() or 1)) as pool:
             results = pool.map(lambda k: self._make(k).compile(), missing)
             shown = tqdm(results, "Compiling", len(missing), disable=not progress)
             for key, compiled in zip(missing, shown, strict=True):

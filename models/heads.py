@@ -187,7 +187,7 @@ def attend(
 
 def layer_specs(layer: Llama, input_width: int | None = None) -> dict[str, ParamSpec]:
     """Abstract weights of the layer under Llama's names; input_width: of attention, where it is not D."""
-    specs = dict(llama.declare(layer.config, jnp.dtype(layer.dtype), stacked=False)["layers"][0])
+    specs = dict(llama.declare(layer.config, jnp.dtype(layer.dtype))["layers"][0])
     if input_width is not None:
         wide = specs["wqkv"]
         parts = tuple((rows, input_width) for rows, _ in wide.parts)

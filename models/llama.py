@@ -35,8 +35,7 @@ class Llama:
 
     config:   architecture.
     dtype:    of weights, activations and KV ("float32" or "bfloat16"); norms, softmax and logits are float32.
-    platform: "cpu" or "gpu", chooses between programs that give the same result: CPU unrolls the layers (XLA:CPU
-              copies scanned weights) and accumulates dots in float32; GPU scans over stacked layers.
+    platform: "cpu" or "gpu", chooses between programs that give the same result: on CPU dots return float32.
     source:   a checkpoint, or None for random weights from `seed`.
     rope_length: positions that "dynamic" rope scaling is evaluated for (models.rope).
     feature_layers: layers whose inputs stand behind the last hidden state in what `forward` returns.
@@ -82,17 +81,13 @@ class Llama:
         return self.config.eos_token_ids
 
     @property
-    def scan_layers(self) -> bool:
-        return self.platform != "cpu"
-
-    @property
     def stream_dtype(self) -> str:
         """Of the residual stream: CPU widens bfloat16 arithmetic anyway, so there it stays float32."""
         return "float32" if self.platform == "cpu" else self.dtype
 
     def specs(self) -> dict[str, Any]:
         """The abstract weights."""
-        return declare(self.config, jnp.dtype(self.dtype), self.scan_layers)
+        return declare(self.config, jnp.dtype(self.dtype))
 
     def load_params(self, mesh: Mesh | None) -> Params:
         if self.source is None:
@@ -131,20 +126,19 @@ class Llama:
             return _dot_t(hidden[..., : self.config.hidden_size].astype(table.dtype), table)
 
 
-def declare(c: ModelConfig, dtype: Any, stacked: bool) -> dict[str, Any]:
+def declare(c: ModelConfig, dtype: Any) -> dict[str, Any]:
     """Abstract weights of a configuration. Projections that read the same input are one array, grouped by KV
     head so that a shard holds whole heads: wqkv [D, H, G+2, E], gate_up [D, 2, F]."""
     d, f, v = c.hidden_size, c.intermediate_size, c.vocab_size
     h, e, g = c.num_kv_heads, c.head_dim, c.num_heads // c.num_kv_heads
     pre = "model.layers.{i}."
     std = 1 / math.sqrt(d)
-    count = c.num_layers if stacked else 0
 
-    def spec(shape, axes, names, parts, assemble, scale=std, layers=count, kind=dtype):
-        return ParamSpec(shape, axes, tuple(names), tuple(parts), assemble, scale, kind, layers)
+    def spec(shape, axes, names, parts, assemble, scale=std, kind=dtype):
+        return ParamSpec(shape, axes, tuple(names), tuple(parts), assemble, scale, kind)
 
-    def vector(name, size, layers=count):  # norms and their like: kept in float32, read once, cheap
-        return spec((size,), (None,), [name], [(size,)], lambda x: x, None, layers, jnp.float32)
+    def vector(name, size):  # norms and their like: kept in float32, read once, cheap
+        return spec((size,), (None,), [name], [(size,)], lambda x: x, None, jnp.float32)
 
     def join_qkv(q, k, v):
         rest = q.shape[1:]
@@ -167,19 +161,19 @@ def declare(c: ModelConfig, dtype: Any, stacked: bool) -> dict[str, Any]:
     }  # fmt: skip
     if c.qkv_bias:
         layer["bqkv"] = spec((h, g + 2, e), ("kv_heads", None, None), [n + "bias" for n in qkv],
-                             [(w,) for w in widths], join_qkv, std, count, jnp.float32)  # fmt: skip
+                             [(w,) for w in widths], join_qkv, std, jnp.float32)  # fmt: skip
     if c.o_bias:
-        layer["bo"] = spec((d,), (None,), [pre + "self_attn.o_proj.bias"], [(d,)], lambda x: x, std, count, jnp.float32)
+        layer["bo"] = spec((d,), (None,), [pre + "self_attn.o_proj.bias"], [(d,)], lambda x: x, std, jnp.float32)
     if c.qk_norm:
         layer["q_norm"] = vector(pre + "self_attn.q_norm.weight", e)
         layer["k_norm"] = vector(pre + "self_attn.k_norm.weight", e)
     tree: dict[str, Any] = {
-        "embed": spec((v, d), ("vocab", None), ["model.embed_tokens.weight"], [(v, d)], lambda x: x, std, 0),
-        "layers": layer if stacked else [layer] * c.num_layers,
-        "final_norm": vector("model.norm.weight", d, 0),
+        "embed": spec((v, d), ("vocab", None), ["model.embed_tokens.weight"], [(v, d)], lambda x: x),
+        "layers": [layer] * c.num_layers,
+        "final_norm": vector("model.norm.weight", d),
     }
     if not c.tie_word_embeddings:
-        tree["lm_head"] = spec((v, d), ("vocab", None), ["lm_head.weight"], [(v, d)], lambda x: x, std, 0)
+        tree["lm_head"] = spec((v, d), ("vocab", None), ["lm_head.weight"], [(v, d)], lambda x: x)
     return tree
 
 
@@ -210,22 +204,13 @@ def forward(
 
 
 def _run_layers(model, block, layers, x, kv, windows):
-    """x through all layers; and the streams that model.feature_layers read."""
-    if not model.scan_layers:
-        streams = [x]
-        for i, w in enumerate(layers):
-            x, kv = block(x, kv, w, i, int(windows[i]))
-            streams.append(x)
-        return x, kv, [streams[i] for i in model.feature_layers]
-
-    def step(carry, layer):
-        x, kv, kept = carry
-        w, i, window = layer
-        kept = [jnp.where(i == wanted, x, old) for wanted, old in zip(model.feature_layers, kept, strict=True)]
-        return (*block(x, kv, w, i, window), kept), None
-
-    numbered = (layers, jnp.arange(model.config.num_layers), jnp.asarray(windows))
-    return jax.lax.scan(step, (x, kv, [x] * len(model.feature_layers)), numbered)[0]
+    """x through all layers; and the streams that model.feature_layers read. Unrolled: a scan over stacked weights would
+    copy those of each layer before it multiplies by them, on CPUs and on GPUs: three times the bytes of a decode."""
+    streams = [x]
+    for i, w in enumerate(layers):
+        x, kv = block(x, kv, w, i, int(windows[i]))
+        streams.append(x)
+    return x, kv, [streams[i] for i in model.feature_layers]
 
 
 def _attention(model, w, x, kv, i, window, rope, inputs, mesh):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -22,7 +21,6 @@ from models.sharding import Axes
 class ParamSpec:
     """One array of the model.
 
-    shape:    of one layer; `layers` > 0 puts a stacking axis of that length in front.
     axes:     logical names of `shape` (models.sharding.RULES maps them to the mesh).
     sources:  checkpoint tensors it is made of, `{i}` standing for the layer; the tuple's order is assemble's.
     parts:    their shapes in the checkpoint.
@@ -37,18 +35,9 @@ class ParamSpec:
     assemble: Callable[..., np.ndarray]
     scale: float | None
     dtype: Any
-    layers: int = 0
-
-    @property
-    def full_shape(self) -> tuple[int, ...]:
-        return (self.layers, *self.shape) if self.layers else self.shape
-
-    @property
-    def full_axes(self) -> Axes:
-        return ("layers", *self.axes) if self.layers else self.axes
 
     def sharding(self, mesh: Mesh | None) -> jax.sharding.NamedSharding | None:
-        return sharding.sharding(self.full_axes, self.full_shape, mesh)
+        return sharding.sharding(self.axes, self.shape, mesh)
 
 
 def is_spec(x: object) -> bool:
@@ -58,7 +47,7 @@ def is_spec(x: object) -> bool:
 def abstract_params(specs: Any, mesh: Mesh | None) -> Any:
     """ShapeDtypeStructs (with shardings) of a declaration: what ahead-of-time compilation needs."""
     return jax.tree.map(
-        lambda s: jax.ShapeDtypeStruct(s.full_shape, s.dtype, sharding=s.sharding(mesh)),
+        lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=s.sharding(mesh)),
         specs,
         is_leaf=is_spec,
     )
@@ -74,21 +63,20 @@ def random_params(specs: Any, seed: int, mesh: Mesh | None) -> Any:
 def _random(spec: ParamSpec, key: jax.Array, mesh: Mesh | None) -> jax.Array:
     def make(key: jax.Array) -> jax.Array:
         if spec.scale is None:
-            return jnp.ones(spec.full_shape, spec.dtype)
+            return jnp.ones(spec.shape, spec.dtype)
         if spec.scale == 0:
-            return jnp.zeros(spec.full_shape, spec.dtype)
-        return (jax.random.normal(key, spec.full_shape, jnp.float32) * spec.scale).astype(spec.dtype)
+            return jnp.zeros(spec.shape, spec.dtype)
+        return (jax.random.normal(key, spec.shape, jnp.float32) * spec.scale).astype(spec.dtype)
 
     return jax.jit(make, out_shardings=spec.sharding(mesh))(key)
 
 
 def load_params(specs: Any, source: Checkpoint, mesh: Mesh | None, unused: str = r"(?!)") -> Any:
-    """Read a checkpoint straight onto its sharding. The host holds the tensors of one array's one layer at a time.
+    """Read a checkpoint straight onto its sharding. The host holds the tensors of one array at a time.
 
     Raises ValueError naming the tensor when one is missing or misshapen, or has no place in the model (a bias that the
     configuration does not mention): ignoring it would compute another model. `unused` is a pattern of names that may
-    be there and are not needed. `{i}` counts layers in `specs` order: stacked specs run over their own axis, unstacked
-    per-layer specs sit in lists.
+    be there and are not needed. `{i}` is a spec's place in the list of layers.
     """
     _refuse_leftovers(specs, source, unused)
     return jax.tree_util.tree_map_with_path(
@@ -99,8 +87,7 @@ def load_params(specs: Any, source: Checkpoint, mesh: Mesh | None, unused: str =
 def _refuse_leftovers(specs: Any, source: Checkpoint, unused: str) -> None:
     known: set[str] = set()
     for path, spec in jax.tree_util.tree_flatten_with_path(specs, is_leaf=is_spec)[0]:
-        layers = range(spec.layers) if spec.layers else [_list_index(path)]
-        known.update(name.format(i=i) for name in spec.sources for i in layers)
+        known.update(name.format(i=_list_index(path)) for name in spec.sources)
     extra = sorted(name for name in source.names() if name not in known and not re.fullmatch(unused, name))
     if extra:
         raise ValueError(f"{source.path} has tensors that this model has no place for: {', '.join(extra[:5])}")
@@ -112,20 +99,8 @@ def _list_index(path: tuple[Any, ...]) -> int:
 
 
 def _load(spec: ParamSpec, source: Checkpoint, layer: int, mesh: Mesh | None) -> jax.Array:
-    if not spec.layers:
-        return _put(_read(spec, source, layer), spec.sharding(mesh))
-    stacked = spec.sharding(mesh)
-    array = jax.jit(partial(jnp.zeros, spec.full_shape, spec.dtype), out_shardings=stacked)()
-    write = jax.jit(
-        lambda a, x, i: jax.lax.dynamic_update_index_in_dim(a, x, i, 0), donate_argnums=0, out_shardings=stacked
-    )
-    for i in range(spec.layers):
-        array = write(array, _put(_read(spec, source, i), sharding.sharding(spec.axes, spec.shape, mesh)), i)
-    return array
-
-
-def _put(x: np.ndarray, target: jax.sharding.Sharding | None) -> jax.Array:
-    return jnp.asarray(x) if target is None else jax.device_put(x, target)
+    array, target = _read(spec, source, layer), spec.sharding(mesh)
+    return jnp.asarray(array) if target is None else jax.device_put(array, target)
 
 
 def _read(spec: ParamSpec, source: Checkpoint, layer: int) -> np.ndarray:

@@ -192,7 +192,7 @@ def test_a_request_that_breaks_harms_nobody_else(platform):
     }  # fmt: skip
     model = models.from_config(shape, "float32", platform)
     rng = np.random.default_rng(0)
-    params = jax.tree.map(lambda s: rng.standard_normal(s.full_shape, np.float32), model.specs(), is_leaf=is_spec)
+    params = jax.tree.map(lambda s: rng.standard_normal(s.shape, np.float32), model.specs(), is_leaf=is_spec)
     params["embed"][5] = np.nan
     forward = jax.jit(model.forward, static_argnums=3, compiler_options={"xla_backend_optimization_level": 0})
     tables = jnp.asarray([[1, 2, 0, 0], [3, 4, 5, 1]])  # the second request has the first one's page when that is gone

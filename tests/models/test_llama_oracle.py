@@ -157,14 +157,14 @@ RUNS = [("cpu", "whole"), ("cpu", "tiles"), ("cpu", "decode"), ("gpu", "tiles")]
 
 @pytest.mark.parametrize(("platform", "schedule"), RUNS)
 def test_logits(reference, platform, schedule):
-    """The "gpu" program scans over its layers; it runs anywhere."""
+    """The "gpu" program runs anywhere."""
     model = models.load_model(reference.directory, "float32", platform)
     actual = paged_logits(model, reference.tokens, schedule)
     np.testing.assert_allclose(actual, reference.logits, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("schedule", ["whole", "decode"])
-def test_logits_of_scanned_layers(schedule, tmp_path):
+def test_logits_of_the_gpu_program(schedule, tmp_path):
     reference = Reference("qwen3, windows on the second layer", tmp_path)
     model = models.load_model(tmp_path, "float32", "gpu")
     actual = paged_logits(model, reference.tokens, schedule)
