@@ -267,10 +267,18 @@ class _Emitter:
         if first is not None:
             head = "".join(f"(?:{text}{comma})?" for text, _ in members[:first])
             return head + members[first][0] + self._rest(members[first + 1 :], comma)
-        heads = [text + self._rest(members[i + 1 :], comma) for i, (text, _) in enumerate(members)]
-        if sum(map(len, heads)) > self.max_chars:
+        return f"(?:{self._some(members, comma)})?"
+
+    def _some(self, members: list[tuple[str, bool]], comma: str) -> str:
+        """At least one of members that are all optional: some of the first half and any of the second, or some of the
+        second. So n members are written n log n times in all; one expression for each that may come first takes n^2."""
+        if len(members) == 1:
+            return members[0][0]
+        one, other = members[: len(members) // 2], members[len(members) // 2 :]
+        made = f"(?:{self._some(one, comma)}{self._rest(other, comma)}|{self._some(other, comma)})"
+        if len(made) > self.max_chars:
             raise LimitError(f"JSON Schema: the expression is longer than {self.max_chars} characters")
-        return f"(?:{'|'.join(heads)})?"
+        return made
 
     @staticmethod
     def _rest(members: list[tuple[str, bool]], comma: str) -> str:

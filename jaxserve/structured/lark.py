@@ -7,10 +7,11 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jaxserve.structured.dfa import GrammarError
+from jaxserve.structured.dfa import GrammarError, NoTableError
 from jaxserve.structured.gbnf import gbnf_to_lark, is_lark
 from jaxserve.structured.json_schema import DEFAULT_WHITESPACE
 from jaxserve.structured.params import GrammarKey
+from jaxserve.structured.regex_parser import Ranges, map_classes
 from jaxserve.structured.regex_syntax import strip_anchors
 from jaxserve.structured.structural_tag import structural_tag_to_lark
 
@@ -63,6 +64,7 @@ def _json_rule(schema: Any, options: dict[str, Any]) -> str:
     if isinstance(schema, dict) and "x-guidance" in schema:
         raise GrammarError("JSON Schema: x-guidance: not enforced; its options are fields of structured_outputs")
     _check_bounds(schema)
+    schema = _without_nul(schema)
     if options.get("disable_additional_properties"):
         schema = closed(schema)
     if isinstance(schema, dict):
@@ -111,16 +113,55 @@ _OF_ONE = {"items", "additionalItems", "additionalProperties", "not", "if", "the
 
 def closed(schema: Any) -> Any:
     """`schema` with additionalProperties: false in every object schema that says nothing of it."""
+
+    def close(node: dict[str, Any]) -> dict[str, Any]:
+        is_object = "properties" in node or node.get("type") == "object"
+        return {"additionalProperties": False, **node} if is_object else node
+
+    return _mapped(schema, close)
+
+
+def _without_nul(schema: Any) -> Any:
+    """llguidance 1.9 takes the escapes of a quote and of a backslash for members of every class that holds all control
+    characters, such as [^"]. One that holds not both loses NUL, which no table allows either."""
+
+    def change_class(ranges: Ranges) -> Ranges:
+        def holds(low: int, high: int) -> bool:
+            return any(first <= low and high <= last for first, last in ranges)
+
+        if holds(0, 0x1F) and not (holds(0x22, 0x22) and holds(0x5C, 0x5C)):
+            return ((1, ranges[0][1]), *ranges[1:])
+        return ranges
+
+    def plain(regex: Any) -> Any:
+        try:
+            return map_classes(regex, change_class) if isinstance(regex, str) else regex
+        except NoTableError as error:
+            if "[^" not in regex:  # a class that llguidance may know
+                return regex
+            raise GrammarError(f"JSON Schema: pattern: {regex!r} is not enforced: {error}") from error
+
+    def change(node: dict[str, Any]) -> dict[str, Any]:
+        changed = dict(node)
+        if "pattern" in node:
+            changed["pattern"] = plain(node["pattern"])
+        if isinstance(by_name := node.get("patternProperties"), dict):
+            changed["patternProperties"] = {plain(name): inner for name, inner in by_name.items()}
+        return changed
+
+    return _mapped(schema, change)
+
+
+def _mapped(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    """`change` of every schema that is a dict, `schema` and those in it, from inside out; not of the values in them."""
     if not isinstance(schema, dict):
         return schema
     result = dict(schema)
     for name, value in schema.items():
         if name in _OF_SCHEMAS and isinstance(value, dict):
-            result[name] = {key: closed(inner) for key, inner in value.items()}
+            result[name] = {key: _mapped(inner, change) for key, inner in value.items()}
         elif name in _OF_LISTS and isinstance(value, list):
-            result[name] = [closed(inner) for inner in value]
+            result[name] = [_mapped(inner, change) for inner in value]
         elif name in _OF_ONE:
-            result[name] = closed(value)
-    if "properties" in schema or schema.get("type") == "object":
-        result.setdefault("additionalProperties", False)
-    return result
+            result[name] = _mapped(value, change)
+    return change(result)

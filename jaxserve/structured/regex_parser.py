@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import NoReturn
@@ -58,6 +59,26 @@ def parse(regex: str) -> Node:
     if parser.at < len(regex):
         parser.fail("an unopened group")
     return node
+
+
+def map_classes(regex: str, change: Callable[[Ranges], Ranges]) -> str:
+    """`regex` with other characters in its bracketed classes; one that `change` gives back as it is stays as written.
+    Raises NoTableError for a class that is not understood, or holds nothing any more."""
+    parser, written = _Parser(regex), []
+    while (start := parser.at) < len(regex):
+        if regex[start] != "[":
+            parser.at += 2 if regex[start] == "\\" else 1
+            written.append(regex[start : parser.at])
+            continue
+        ranges = parser._char_class()
+        changed = change(ranges)
+        if changed == ranges:
+            written.append(regex[start : parser.at])
+        elif changed:
+            written.append("[" + "".join(rf"\x{{{low:X}}}-\x{{{high:X}}}" for low, high in changed) + "]")
+        else:
+            parser.fail(f"the empty class {regex[start : parser.at]}")
+    return "".join(written)
 
 
 class _Parser:
