@@ -97,6 +97,29 @@ def test_what_fails_fails_alone(compiler, kinds):
     assert compiled(compiler, regex="ok").num_states
 
 
+@pytest.mark.parametrize("closed", [True, False])
+def test_one_of_two_objects_eight_deep(compiler, closed):
+    """Tens of kilobytes. A table where the branches are provably disjoint, else the keyword's name, and both soon."""
+
+    def nested(depth):
+        if not depth:
+            return {"type": "null"}
+        rest = {"additionalProperties": False} if closed else {}
+        branches = [
+            {"type": "object", "properties": {name: nested(depth - 1)}, "required": [name], **rest} for name in "ab"
+        ]
+        return {"oneOf": branches}
+
+    schema = nested(8)
+    assert len(str(schema)) > 29_000
+    if closed:
+        assert isinstance(compiled(compiler, json=schema), TokenTable)
+    else:
+        with pytest.raises(GrammarError, match="oneOf"):
+            compiled(compiler, json=schema)
+    assert compiled(compiler, regex="next").num_states
+
+
 def test_equal_grammars_are_compiled_once(compiler):
     futures = [compiler.submit(Params(json=CLOSED, whitespace_pattern="[ ]{0,2}"), STOPS) for _ in range(5)]
     assert len({id(future.result(TIMEOUT)) for future in futures}) == 1

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import random
+import re
 from decimal import Decimal
 from pathlib import Path
 
@@ -121,6 +122,26 @@ def test_finished_texts_of_random_schemas_are_valid(small, small_tokens):
 def test_what_no_table_enforces_is_named(schema, keyword):
     with pytest.raises(Unsupported, match=keyword):
         schema_to_regex(schema)
+
+
+PATTERNS = ['^[^"]$', r"^[^\\]$", r"^[^\\\"]$", r"^[\x00-\x1f]$", '^[^a"]$', "^([^a]|[^b\"])$"]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_escapes_belong_to_a_class_as_their_character_does(pattern, small, small_tokens):
+    """Also those of the quote and the backslash, and also where a class is inverted."""
+    for char in '"\\\n\tab/\x01':
+        tokens = list(json.dumps(char).encode())
+        expected = re.search(pattern, char) is not None
+        for name, matcher in matchers({"type": "string", "pattern": pattern}, small, small_tokens).items():
+            assert finishes(matcher, tokens) == expected, (name, char)
+
+
+def test_values_that_look_like_patterns_stay_as_they_are(small, small_tokens):
+    value = {"pattern": '[^"]'}
+    schema = {"anyOf": [{"const": value}, {"type": "object", "patternProperties": {'^[^"]$': {"type": "null"}}}]}
+    matcher = matchers(schema, small, small_tokens)["llguidance"]
+    assert finishes(matcher, list(json.dumps(value, separators=(",", ":")).encode()))
 
 
 @pytest.mark.parametrize("schema", [False, {"enum": []}, {"type": "integer", "minimum": 3, "maximum": 2}])
