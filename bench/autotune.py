@@ -1,8 +1,8 @@
-"""Time block shapes of the Mosaic sampling kernels on a GPU and print the table of pallas_kernels/block_shape.py.
+"""Time block shapes of the Mosaic kernels on a GPU, for the table and the rule of pallas_kernels/block_shape.py.
 
-    python bench/autotune.py [--rows 1 4 8 16 64 256] [--vocab 128256]
+    python bench/autotune.py [--rows 1 4 8 16 64 256] [--vocab 128256] [--requests 1 8 64] [--keys 2352]
 
-Of each number of rows the three fields are tried one after the other, the best kept: seven shapes instead of 27.
+The fields of a shape are tried one after the other, the best kept: of sampling seven shapes instead of 27.
 """
 
 from __future__ import annotations
@@ -11,28 +11,33 @@ import argparse
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any, TypeVar
 
 import jax
-from kernels_gpu import queued_ms, sampling_arguments
+from kernels_gpu import attending_arguments, queued_ms, sampling_arguments
 
-from pallas_kernels import BlockShape, top_k_top_p_sample
-from pallas_kernels.block_shape import CHUNKS, PARTS, STATISTICS, block_shape
+from pallas_kernels import AttentionShape, BlockShape, paged_attention, top_k_top_p_sample
+from pallas_kernels.block_shape import CHUNKS, PARTS, STATISTICS, attention_shape, block_shape
+from pallas_kernels.mosaic.attention import TILE
 
-FIELDS = {"tiles": STATISTICS, "part": PARTS, "chunk": CHUNKS}
+FIELDS: dict[type, dict[str, tuple[int, ...]]] = {
+    BlockShape: {"tiles": STATISTICS, "part": PARTS, "chunk": CHUNKS},
+    AttentionShape: {"splits": (1, 2, 4, 8, 16, 32), "stages": (2, 3, 4)},
+}
+Shape = TypeVar("Shape", BlockShape, AttentionShape)
 
 
-def time_shape(rows: int, vocab: int, shape: BlockShape) -> float:
+def time_shape(function: Callable[..., Any], arguments: list[tuple[Any, ...]], shape: Any) -> float:
     """Milliseconds."""
-    sample = jax.jit(partial(top_k_top_p_sample, implementation="mosaic", block_shape=shape))
-    calls = [partial(sample, *arguments) for arguments in sampling_arguments(rows, vocab)]
-    return queued_ms(calls, jax.block_until_ready, 100)
+    compiled = jax.jit(partial(function, implementation="mosaic", block_shape=shape))
+    return queued_ms([partial(compiled, *a) for a in arguments], jax.block_until_ready, 100)
 
 
-def best_shape(start: BlockShape, measure: Callable[[BlockShape], float]) -> tuple[BlockShape, float]:
+def best_shape(start: Shape, measure: Callable[[Shape], float]) -> tuple[Shape, float]:
     """The shape that `measure` finds fastest, and its time: field by field from `start`."""
     times = {start: measure(start)}
     best = start
-    for name, values in FIELDS.items():
+    for name, values in FIELDS[type(start)].items():
         for value in values:
             shape = replace(best, **{name: value})
             if shape not in times:
@@ -55,15 +60,24 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8, 16, 64, 256])
     parser.add_argument("--vocab", type=int, default=128256)
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--keys", type=int, default=2352, help="of a request")
     args = parser.parse_args()
     if jax.default_backend() not in ("gpu", "cuda"):
         print(f"autotune needs an NVIDIA GPU; JAX's backend is {jax.default_backend()!r}")
         return 2
     found = {}
     for rows in args.rows:
-        found[rows], ms = best_shape(block_shape(rows), partial(time_shape, rows, args.vocab))
+        measure = partial(time_shape, top_k_top_p_sample, sampling_arguments(rows, args.vocab))
+        found[rows], ms = best_shape(block_shape(rows), measure)
         print(f"{rows:4} x {args.vocab}: {ms:.3f} ms, {found[rows]}", flush=True)
     print(table(found))
+    for requests in args.requests:  # a decode with one KV head
+        rule = attention_shape(requests, -(-args.keys // TILE))
+        best, ms = best_shape(
+            rule, partial(time_shape, paged_attention, attending_arguments(requests, 1, args.keys, 1))
+        )
+        print(f"{requests:4} x {args.keys} keys: {ms:.3f} ms, {best}; by the rule {rule}", flush=True)
     return 0
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pallas_kernels import BlockShape
+from pallas_kernels import AttentionShape, BlockShape
 from pallas_kernels.block_shape import block_shape
 
 ROOT = Path(__file__).parents[2]
@@ -68,6 +68,8 @@ def test_the_fastest_shape_is_found_field_by_field() -> None:
     assert best == BlockShape(tiles=32, part=16, chunk=128)
     assert time == 16
     assert len(measured) == len(set(measured)) == 7
+    splits, _ = autotune.best_shape(AttentionShape(8), lambda shape: abs(shape.splits - 4) + shape.stages)
+    assert splits == AttentionShape(splits=4, stages=2)
     found = {1: BlockShape(tiles=16), 4: BlockShape(tiles=16), 64: BlockShape()}
     assert eval(autotune.table(found).removeprefix("_TABLE = ")) == ((4, BlockShape(tiles=16)), (64, BlockShape()))
 

@@ -124,7 +124,7 @@ def test_what_no_table_enforces_is_named(schema, keyword):
         schema_to_regex(schema)
 
 
-PATTERNS = ['^[^"]$', r"^[^\\]$", r"^[^\\\"]$", r"^[\x00-\x1f]$", '^[^a"]$', "^([^a]|[^b\"])$"]
+PATTERNS = ['^[^"]$', r"^[^\\]$", r"^[^\\\"]$", r"^[\x00-\x1f]$", '^[^a"]$', '^([^a]|[^b"])$']
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
