@@ -43,8 +43,8 @@ class StepTime:
 
     @property
     def ridge(self) -> float:
-        """Rows from which a step takes longer; infinite where none is known."""
-        return (self.memory - self.overhead) / self.compute if self.compute > 0 else float("inf")
+        """Rows from which a step takes longer: 0 where every row adds to it, infinite where none is known to."""
+        return max(0.0, self.memory - self.overhead) / self.compute if self.compute > 0 else float("inf")
 
 
 def fit_step_time(rows: np.ndarray, drafts: np.ndarray, seconds: np.ndarray) -> StepTime:
