@@ -61,7 +61,7 @@ OBJECT: dict[str, Any] = {
     "required": KEYS,
     "additionalProperties": False,
 }
-RECORDS = {"type": "array", "items": OBJECT, "minItems": 6, "maxItems": 6}
+RECORDS = {"type": "array", "items": OBJECT, "minItems": 2, "maxItems": 2}
 LONG = {"regex": CHARACTERS + "{1,900}"}
 JSON: dict[str, Any] = {"json": RECORDS}
 TABLE, MATCHER = {"backend": "table"}, {"backend": "llguidance"}

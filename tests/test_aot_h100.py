@@ -45,12 +45,14 @@ def test_logits_are_dealt_out_by_one_exchange(programs: list[dict]) -> None:
 
 
 def test_nothing_else_is_large(programs: list[dict]) -> None:
-    """Two all-reduces a layer and one of the embedding, of the activations, and no gather of logits, counts or KV."""
+    """Two all-reduces a layer and one of the embedding, of the activations, and no gather of logits, counts or KV. What
+    the last layer of a prefill gives is not needed, but for its keys and values."""
     tokens = {"forward": 64, "verify": 64 * 4, "prefill": 2048, "score": 2048}
     for program in programs:
         activations = 2 * tokens.get(program["name"].removesuffix(" pages"), 0) * 8192
         reduced = [c for c in program["collectives"] if c["kind"] == "all-reduce" and c["bytes"] == activations]
-        assert sum(c["count"] for c in reduced) == (2 * 80 + 1 if activations else 0)
+        layers = 79 if program["name"] == "prefill" else 80
+        assert sum(c["count"] for c in reduced) == (2 * layers + 1 if activations else 0)
         rest = [c for c in program["collectives"] if c not in reduced and c["kind"] != "all-to-all"]
         assert all(c["bytes"] <= 64_000 for c in rest)
 
