@@ -138,18 +138,18 @@ def _bytes(tree: Any) -> int:
 
 
 def collectives(hlo: str) -> list[dict[str, Any]]:
-    """The collectives of the optimized program: kind, result shape, bytes on one device, and how many there are."""
-    found: Counter[tuple[str, str, int]] = Counter()
+    """The collectives of the optimized program: kind, result shape, bytes on one device, if in a loop, and how many."""
+    found: Counter[tuple[str, str, int, bool]] = Counter()
     for line in hlo.splitlines():
         match = re.search(rf"= (.*?) ({COLLECTIVES})(?:-start)?\(", line)
         if match is None:
             continue
         shapes = re.findall(r"(\w+)\[([\d,]*)\]", match[1])
         sizes = [ITEMSIZE[t] * math.prod(int(n) for n in dims.split(",") if n) for t, dims in shapes if t in ITEMSIZE]
-        found[match[2], " ".join(f"{t}[{dims}]" for t, dims in shapes[-1:]), max(sizes, default=0)] += 1
-    return [
-        {"kind": kind, "shape": shape, "bytes": size, "count": count} for (kind, shape, size), count in found.items()
-    ]
+        shape = " ".join(f"{t}[{dims}]" for t, dims in shapes[-1:])
+        found[match[2], shape, max(sizes, default=0), "while/body" in line] += 1
+    names = ("kind", "shape", "bytes", "in_loop")
+    return [dict(zip(names, key, strict=True)) | {"count": count} for key, count in found.items()]
 
 
 def measure(mesh: Mesh, name: str) -> dict[str, Any]:
@@ -182,16 +182,13 @@ def check(m: dict[str, Any]) -> list[str]:
         wrong.append(f"temporaries take {m['temp']} bytes, as much as the KV pool ({sizes['kv']})")
     if gathered := [c for c in m["collectives"] if c["kind"] == "all-gather" and c["bytes"] * 8 >= sizes["logits"]]:
         wrong.append(f"logits-sized all-gather: {gathered}")
-    if m["name"].startswith("sample") and exchanged(m) != [(sizes["logits"], 1)]:
-        wrong.append(f"expected one all-to-all of all logits ({sizes['logits']} bytes), found {exchanged(m)}")
+    found = [c for c in m["collectives"] if c["kind"] == "all-to-all" and not c["in_loop"]]
+    exchanged = [(c["bytes"] * 8, c["count"]) for c in found]
+    if exchanged != ([(sizes["logits"], 1)] if m["name"].startswith("sample") else []):
+        wrong.append(f"expected one all-to-all of all logits ({sizes['logits']} bytes) in sampling, found {exchanged}")
     if m["name"].startswith(("forward", "verify")) and m["copied"]:
         wrong.append(f"weights are copied before they are used: {m['copied']}")
     return wrong
-
-
-def exchanged(m: dict[str, Any]) -> list[tuple[int, int]]:
-    """Bytes on all devices together, and number, of the all-to-alls."""
-    return [(c["bytes"] * 8, c["count"]) for c in m["collectives"] if c["kind"] == "all-to-all"]
 
 
 def copied_weights(hlo: str) -> list[str]:
@@ -212,7 +209,8 @@ def show(m: dict[str, Any]) -> None:
     for kernel in m["kernels"]:
         print(f"  kernel {kernel}")
     for c in m["collectives"]:
-        print(f"  {c['count']:>4} x {c['kind']:<16}{c['shape']:<25}{c['bytes'] / 1e6:>10.3f} MB")
+        where = "in a loop" if c["in_loop"] else ""
+        print(f"  {c['count']:>4} x {c['kind']:<16}{c['shape']:<25}{where:<10}{c['bytes'] / 1e6:>10.3f} MB")
 
 
 def main() -> None:

@@ -65,7 +65,7 @@ def store_and_attend(
         pool_v = _store(pool_v, v, layer, written, block_tables, dtype)
         out = paged_attention(
             q.astype(dtype), pool_k, pool_v, layer, block_tables, positions, window, first_key=first_key,
-            platform=platform, implementation=implementation, interpret=platform == "cpu" if implementation else None,
+            platform=platform, implementation=implementation, interpret=platform == "cpu",
         )  # fmt: skip
         return out, pool_k, pool_v
 

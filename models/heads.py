@@ -30,6 +30,7 @@ from models.llama import Llama
 from models.params import ParamSpec
 from models.rope import apply_rope
 from models.sharding import constrain
+from pallas_kernels.paged_attention import EVERYTHING
 
 _SAMPLED_ROWS = 64  # of a table, compared to tell a copy of the target's from a head's own
 
@@ -177,7 +178,7 @@ def attend(
     q = apply_rope(q.reshape(n, q_len, c.num_heads, c.head_dim), *rope).reshape(q.shape)
     k = apply_rope(k, *rope)
     out, kv = store_and_attend(
-        q, k, v, kv, 0, inputs.positions, inputs.block_tables, llama._EVERYTHING, jnp.dtype(model.dtype),
+        q, k, v, kv, 0, inputs.positions, inputs.block_tables, EVERYTHING, jnp.dtype(model.dtype),
         model.platform, mesh, written=inputs.written, first_key=1,
         implementation=model.attention_implementation,
     )  # fmt: skip
@@ -217,9 +218,7 @@ def head_layer(config: Mapping[str, Any], target: Llama) -> Llama:
         ours, theirs = getattr(c, name), getattr(target.config, name)
         if ours != theirs:
             raise ValueError(f"{name}={ours} of the draft head must be the target's, {theirs}")
-    same_width = c.head_dim == target.config.head_dim
-    implementation = target.attention_implementation if same_width else None
-    return Llama(c, dtype=target.dtype, platform=target.platform, attention_implementation=implementation)
+    return Llama(c, dtype=target.dtype, platform=target.platform).attending_as(target)
 
 
 def llama_names(name: str) -> str:

@@ -24,9 +24,7 @@ from models.config import ModelConfig
 from models.params import ParamSpec
 from models.rope import apply_rope, rope_cos_sin, rope_inv_freq
 from models.sharding import constrain, sharding
-from pallas_kernels.paged_attention import check_attention
-
-_EVERYTHING = 1 << 30  # a window that hides nothing
+from pallas_kernels.paged_attention import EVERYTHING, check_attention
 
 
 @dataclass(frozen=True)
@@ -56,6 +54,11 @@ class Llama:
         `block_size` positions. Raises ValueError where it cannot."""
         check_attention(implementation, jnp.dtype(self.dtype), self.config.head_dim, block_size)
         return replace(self, attention_implementation=implementation)
+
+    def attending_as(self, target: Llama) -> Llama:
+        """The same model, with the target's attention_implementation if its heads are as wide as those."""
+        same = self.config.head_dim == target.config.head_dim
+        return replace(self, attention_implementation=target.attention_implementation if same else None)
 
     def with_max_model_len(self, length: int) -> Llama:
         """The same model serving at most `length` positions."""
@@ -189,7 +192,7 @@ def forward(
     if model.platform == "cpu":
         rope = jax.tree.map(_computed_once, rope)
     windows = np.array(
-        [c.sliding_window if on and c.sliding_window else _EVERYTHING for on in c.window_layers], np.int32
+        [c.sliding_window if on and c.sliding_window else EVERYTHING for on in c.window_layers], np.int32
     )
 
     def block(x, kv, w, i, window):

@@ -122,8 +122,8 @@ def _draft_model(config: SpeculativeConfig, target: Target, replicated: bool) ->
         from models.tokenizer import load_tokenizer  # transformers takes seconds to import
 
         tokenizer = load_tokenizer(path)
-    if computed_as and computed_as.attention_implementation and draft.config.head_dim == computed_as.config.head_dim:
-        draft = draft.with_attention_implementation(computed_as.attention_implementation, target.block_size)
+    if computed_as:
+        draft = draft.attending_as(computed_as)
     check_vocabularies(target.model, draft, target.tokenizer, tokenizer)
     return DraftModelProposer(
         draft.with_max_model_len(target.max_model_len), config.max_drafts, target.model.vocab_size,

@@ -26,10 +26,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.block_shape import AttentionShape, attention_shape
 from pallas_kernels.compat import jit_kernel, load, matmul, mosaic_kernel
+from pallas_kernels.paged_attention import NEVER
 
 ROWS = 64  # of a product of the tensor cores
 TILE = 64  # keys
-_NEVER = -1e30  # as the definition's
 _SMALL = 1e-30  # a sum of weights is at least one unless there are no keys
 
 
@@ -120,7 +120,7 @@ def _attend(
             key = lax.broadcasted_iota(jnp.int32, (ROWS, TILE), 1) + t * TILE
             query = lax.broadcast_in_dim(position, (ROWS, TILE), (0,))
             seen = (key <= query) & (key > query - window) & (key >= first_key)
-            x = jnp.where(seen, x, _NEVER)
+            x = jnp.where(seen, x, NEVER)
             higher = jnp.maximum(top, jnp.max(x, axis=1))
             kept = jnp.exp2(top - higher)
             weights = jnp.exp2(x - lax.broadcast_in_dim(higher, x.shape, (0,)))
@@ -130,7 +130,7 @@ def _attend(
             out = out * lax.broadcast_in_dim(kept, out.shape, (0,)) + values
             return out, higher, total * kept + jnp.sum(weights, axis=1)
 
-        nothing = (jnp.zeros((ROWS, width)), jnp.full(ROWS, _NEVER), jnp.zeros(ROWS))
+        nothing = (jnp.zeros((ROWS, width)), jnp.full(ROWS, NEVER), jnp.zeros(ROWS))
         out, top, total = lax.fori_loop(start, stop, step, nothing)
         total = jnp.maximum(total, _SMALL)
         out_tile[...] = out / lax.broadcast_in_dim(total, out.shape, (0,))
