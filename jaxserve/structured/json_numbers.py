@@ -7,12 +7,14 @@ from itertools import groupby
 
 MAX_INTEGER_DIGITS = 32
 MAX_FRACTION_DIGITS = 32
+MAX_EXPONENT_DIGITS = 3
 _DIGITS = f"[0-9]{{0,{MAX_FRACTION_DIGITS - 1}}}"
 _ZEROS = f"0{{0,{MAX_FRACTION_DIGITS - 1}}}"
 _NOT_ZERO = f"{_ZEROS}[1-9]{_DIGITS}"
 _LARGEST = 10**MAX_INTEGER_DIGITS - 1
 ANY_INTEGER = f"-?(?:0|[1-9][0-9]{{0,{MAX_INTEGER_DIGITS - 1}}})"
-ANY_NUMBER = rf"{ANY_INTEGER}(?:\.[0-9]{{1,{MAX_FRACTION_DIGITS}}})?(?:[eE][+-]?[0-9]{{1,3}})?"
+_EXPONENT = f"[eE][+-]?[0-9]{{1,{MAX_EXPONENT_DIGITS}}}"
+ANY_NUMBER = rf"{ANY_INTEGER}(?:\.[0-9]{{1,{MAX_FRACTION_DIGITS}}})?(?:{_EXPONENT})?"
 
 
 def alternatives(options: list[str]) -> str | None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxserve.structured.config import MatcherLimits
 from jaxserve.structured.dfa import GrammarError
+from jaxserve.structured.json_digits import DigitMasks, JsonPlace
 from jaxserve.structured.table import START, TokenTable
 from jaxserve.structured.table import forced_tokens as forced_by_table
 from jaxserve.structured.vocabulary import Vocabulary, pack_bits
@@ -68,6 +69,7 @@ class LLTokens:
         self.num_words = -(-len(self.tokens) // 32)
         self.spelled = pack_bits(np.array([bool(text) for text in spelled]))  # [W]
         self.tokens = []  # copied by now
+        self.digits = DigitMasks(vocabulary)
 
     def __call__(self, text: str | bytes) -> list[int]:
         return self.vocabulary.tokenize(text.encode("utf-8") if isinstance(text, str) else text)
@@ -75,7 +77,8 @@ class LLTokens:
 
 @dataclass(eq=False)
 class MatcherGrammar:
-    """A grammar that llguidance compiles. text: in Lark, as llguidance extends it. stop_ids: of the request.
+    """A grammar that llguidance compiles. text: in Lark, as llguidance extends it. stop_ids: of the request. is_json:
+    its texts are JSON, whose numbers then have no more digits than in tables.
 
     Raises GrammarError when it does not compile, or when no token may begin it.
     """
@@ -84,6 +87,7 @@ class MatcherGrammar:
     text: str
     stop_ids: frozenset[int]
     limits: MatcherLimits = field(default_factory=MatcherLimits)
+    is_json: bool = False
 
     def __post_init__(self) -> None:
         outside = [token for token in self.stop_ids if not 0 <= token < len(self.tokens.vocabulary)]
@@ -122,6 +126,7 @@ class LLGuidanceMatcher:
         self._matcher: Any = LLMatcher(grammar.tokens.tokenizer, grammar.text, log_level=0, limits=limits)
         self._buffer = np.zeros(grammar.tokens.num_words, np.uint32)
         self._done = False
+        self._place = JsonPlace() if grammar.is_json else None
         self._check()
 
     @property
@@ -138,9 +143,9 @@ class LLGuidanceMatcher:
 
     def fill(self, drafts: Sequence[int], out: np.ndarray) -> int:
         consumed = legal = 0
-        done = self._done
+        done, place = self._done, self._place
         for row in range(len(drafts) + 1):
-            can_go_on = self._fill_row(out[row], done)
+            can_go_on = self._fill_row(out[row], done, place)
             if row == len(drafts) or not can_go_on or not _has(out[row], drafts[row]):
                 break
             legal += 1
@@ -149,13 +154,17 @@ class LLGuidanceMatcher:
             elif not done:
                 consumed += self._matcher.consume_token(drafts[row])
                 self._check()
+                place = self._after(place, drafts[row : row + 1])
         out[legal + 1 :] = ALL
         if consumed:
             self._matcher.rollback(consumed)
             self._check()
         return legal
 
-    def _fill_row(self, row: np.ndarray, done: bool) -> bool:
+    def _after(self, place: JsonPlace | None, tokens: Sequence[int]) -> JsonPlace | None:
+        return None if place is None else place.after(self._grammar.tokens.vocabulary.decode(tokens))
+
+    def _fill_row(self, row: np.ndarray, done: bool, place: JsonPlace | None) -> bool:
         """Whether anything may follow."""
         grammar, buffer = self._grammar, self._buffer
         if done:
@@ -166,6 +175,8 @@ class LLGuidanceMatcher:
             np.bitwise_and(buffer[: len(row)], grammar.text_mask, out=row)
             if self._matcher.is_accepting():
                 row |= grammar.stop_mask
+            if place is not None:
+                grammar.tokens.digits.keep_bounded(place, row)
         if row.any():
             return True
         if not (done or self._matcher.is_accepting()):
@@ -182,6 +193,7 @@ class LLGuidanceMatcher:
         self._check()
         if taken < text:
             raise GrammarError(f"token {tokens[taken]} is not legal here")
+        self._place = self._after(self._place, tokens[:text])
         if text < len(tokens):
             self._stop(tokens[text:])
 

@@ -37,7 +37,8 @@ def key_of(**kinds):
 def make(backend, vocabulary, tokens, stops=STOPS, **kinds):
     if backend == "table":
         return TableMatcher(compile_grammar(key_of(**kinds), vocabulary, stops, GrammarLimits()))
-    return MatcherGrammar(tokens, to_lark(key_of(**kinds)), stops).new_matcher()
+    is_json = bool({"json", "json_object"} & set(kinds))
+    return MatcherGrammar(tokens, to_lark(key_of(**kinds)), stops, is_json=is_json).new_matcher()
 
 
 @pytest.fixture(params=["table", "llguidance"])
@@ -169,6 +170,63 @@ def test_tables_equal_llguidance_with_a_real_tokenizer(smollm, smollm_tokens):
             other.accept([token])
             if one.is_done:
                 break
+
+
+def stubborn(matcher, small, first: bytes, wanted: bytes) -> bytes:
+    """What a model writes behind `first` that takes one of the bytes `wanted` wherever it may, else the end."""
+    text = first
+    matcher.accept(list(first))
+    while not matcher.is_done:
+        assert len(text) < 200
+        legal = rows(matcher, [])[1][0]
+        token = next((b for b in wanted if b in legal), EOS)
+        assert token in legal, text
+        matcher.accept([token])
+        text += small.token_bytes[token] or b""
+    return text
+
+
+@pytest.mark.parametrize(
+    ("first", "wanted", "written"),
+    [
+        (b"", b"7", b"7" * 32),
+        (b"-", b"7.", b"-" + b"7" * 32 + b"." + b"7" * 32),
+        (b"1.", b"7e", b"1." + b"7" * 32 + b"e777"),
+        (b"1e+", b"0", b"1e+000"),
+        (b"", b"[7,", None),
+    ],
+)
+def test_no_model_can_spin_on_digits(matcher, small, first, wanted, written):
+    if written is None:
+        several = matcher(json={"type": "array", "items": {"type": "number"}, "minItems": 2, "maxItems": 2})
+        assert stubborn(several, small, b"", b"[7,]") == b"[" + b"7" * 32 + b"," + b"7" * 32 + b"]"
+    else:
+        assert stubborn(matcher(json={"type": "number"}), small, first, wanted) == written
+
+
+def test_digits_of_strings_and_what_the_schema_asks_for_stay(small, small_tokens):
+    """Also in keys, behind escapes; and where nothing but digits can follow."""
+    for schema, text in [
+        ({"type": "object"}, b'{"a\\"' + b"1" * 50 + b'":"' + b"2" * 50 + b'"}'),
+        ({"const": 10**40}, str(10**40).encode()),
+    ]:
+        assert rows(make("llguidance", small, small_tokens, json=schema), list(text))[0] == len(text)
+        long = make("llguidance", small, small_tokens, json=schema)
+        for byte in text:
+            assert byte in rows(long, [])[1][0]
+            long.accept([byte])
+
+
+def test_a_token_of_several_digits_at_the_bound(matcher, small):
+    """Drafts, and then the token, end where it would write one digit too many."""
+    several = small.token_bytes.index(b"12")
+    number = matcher(json={"type": "integer"})
+    assert rows(number, [several] * 16)[0] == 16
+    number.accept([ord("1")])
+    legal, masks = rows(number, [several] * 16)
+    assert legal == 15
+    assert several not in masks[15]
+    assert ord("2") in masks[15]
 
 
 def test_a_vocabulary_without_special_tokens():
