@@ -41,7 +41,7 @@ class SlotRow:
     filters: Filters
     penalties: Penalties
     thinking_budget: Array  # int32, -1 = none
-    grammar: GrammarRow  # given when it is compiled, by `set_grammar`
+    grammar: GrammarRow  # given when it is compiled, by `set_grammars`
     num_logprobs: Array  # int32, of the most probable tokens; 0: of the sampled one alone; -1: none
     logprob_ids: Array  # [M] int32, -1 = none
     uses: Array  # [processors] bool
@@ -129,14 +129,15 @@ def move_slot(mesh: Mesh | None, state: BatchState, source: jax.Array, target: j
     return replace(moved, use=use, draft_logits=draft_logits)
 
 
-def set_grammar(state: BatchState, slot: jax.Array, grammar: GrammarRow, grammar_state: jax.Array) -> BatchState:
-    """Hold a slot to a grammar, in which its text stands at grammar_state."""
-    rows = jax.tree.map(lambda all_, one: all_.at[slot].set(one), state.rows.grammar, grammar)
-    return replace(
-        state,
-        rows=replace(state.rows, grammar=rows),
-        grammar_state=state.grammar_state.at[slot].set(grammar_state),
-    )
+def set_grammars(state: BatchState, slots: jax.Array, grammars: GrammarRow, states: jax.Array) -> BatchState:
+    """Hold slots to grammars, in which their texts stand at `states`. slots: [M] int32, past the end = nothing;
+    grammars: of [M]; states: [M] int32."""
+
+    def put(every: jax.Array, some: jax.Array) -> jax.Array:
+        return every.at[slots].set(some, mode="drop")
+
+    rows = jax.tree.map(put, state.rows.grammar, grammars)
+    return replace(state, rows=replace(state.rows, grammar=rows), grammar_state=put(state.grammar_state, states))
 
 
 def set_block_tables(state: BatchState, slots: jax.Array, tables: jax.Array) -> BatchState:

@@ -92,6 +92,7 @@ class EngineCore:
         self._pending: list[RequestOutput] = []  # made between steps, by aborts
         self._in_flight: InFlight | None = None
         self._num_requests = self._num_steps = self._num_tokens = self._grammar_violations = 0
+        self._compiled = 0  # programs, when the last step was taken in
         self._host_seconds = self._dispatch_seconds = self._wait_seconds = 0.0
 
     @classmethod
@@ -243,8 +244,10 @@ class EngineCore:
     def _update(self, scheduled: SchedulerOutput, collected: Collected) -> list[RequestOutput]:
         windows = [(drafts, len(collected.tokens[name])) for name, drafts in collected.num_drafts.items()]
         drafts = scheduled.num_positions - 1
-        self._speculation.observe(windows, drafts, not scheduled.prefill)
-        self._forced.observe((emitted for _, emitted in windows), drafts, not scheduled.prefill)
+        compiled, self._compiled = self.num_compilations - self._compiled, self.num_compilations
+        alone = not (scheduled.prefill or compiled)
+        self._speculation.observe(windows, drafts, alone)
+        self._forced.observe((emitted for _, emitted in windows), drafts, alone)
         lengths = {r.request_id: len(r.output_token_ids) for r in scheduled.decode}
         outputs = []
         touched = self.scheduler.update_from_output(scheduled, collected.tokens, collected.errors, collected.complete)
@@ -290,7 +293,7 @@ class EngineCore:
     def warmup(self, progress: bool = True) -> None:
         """Compile everything that any traffic can ask for; afterwards `num_compilations` stays 0."""
         self.runner.warmup(progress)
-        self.runner.programs.compilations = 0
+        self.runner.programs.compilations = self._compiled = 0
 
     @property
     def num_compilations(self) -> int:

@@ -27,7 +27,7 @@ from jaxserve.speculative.continuation import empty_continuation
 from jaxserve.speculative.suffix import SuffixProposer
 from jaxserve.step import Cache, Hidden, Parts, PrefillPlan, Weights, view_of
 from jaxserve.step_programs import StepPrograms
-from jaxserve.structured.device import DEAD, EXHAUSTED
+from jaxserve.structured.device import DEAD, EXHAUSTED, GrammarRow
 from jaxserve.structured.tables import GrammarTables
 from models.base import ForwardInputs
 
@@ -151,12 +151,12 @@ class Runner:
         self._update_slots(scheduled.admitted)
         if scheduled.block_table_changes:
             self._send_block_tables(scheduled.block_table_changes)
-        scores = self._prefill(scheduled.prefill)
         rows = [(r.slot, r) for r in scheduled.decode if r.slot is not None]
-        if not rows and not scheduled.prefill:
-            return None
         if self.grammars is not None:
             self._hold_to_grammars(self.grammars, rows)
+        scores = self._prefill(scheduled.prefill)
+        if not rows and not scheduled.prefill:
+            return None
         run = np.zeros(bucket(self.buckets.slots, len(self.slots.requests)), bool)
         run[[row for row, _ in rows]] = True
         flight = InFlight(scheduled, rows, scores, run)
@@ -332,11 +332,17 @@ class Runner:
 
     def _hold_to_grammars(self, grammars: GrammarTables, rows: list[tuple[int, Request]]) -> None:
         """Tell the device of grammars that it does not know yet, of requests that are about to decode."""
-        for row, request in rows:
-            if request.constraint is None or grammars.holds(request):
-                continue
-            place = grammars.hold(request, self.programs)
-            self.batch = self.programs["grammar",](self.batch, np.int32(row), *place)
+        new = [(row, r) for row, r in rows if r.constraint is not None and not grammars.holds(r)]
+        if not new:
+            return
+        size = bucket(self.buckets.table_rows, len(new))
+        slots = np.full(size, len(self.batch.active), np.int32)  # past the end: dropped
+        places = np.zeros((3, size), np.int32)
+        for i, (row, request) in enumerate(new):
+            slots[i] = row
+            places[:, i] = grammars.hold(request, self.programs)
+        classes, start, state = places
+        self.batch = self.programs["grammars", size](self.batch, slots, GrammarRow(classes, start), state)
 
     def _send_masks(self, grammars: GrammarTables, flight: InFlight) -> dict[str, str]:
         """The masks that matchers make, for each row of their requests."""

@@ -3,7 +3,7 @@
 ("move",)  ("fill", length)  ("tables", rows)  ("prefill", tiles, pages)  ("score", tiles, pages)
 ("forward", slots, pages, drafts)  ("sample", slots, shaped, structured, drafts)
 ("propose", slots, pages, drafts verified (0 where nobody reads hidden states), drafts)  ("continue", slots, drafts)
-("upload",)  ("masks", rows)  ("grammar",)
+("upload",)  ("masks", rows)  ("grammars", rows)
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class StepPrograms:
         kinds = [(shaped, structured) for structured in self._structured for shaped in (False, True)]
         yield from (("sample", s, *kind, k) for s in b.slots for kind in kinds for k in counts)
         if self.grammars is not None:
-            yield from (("upload",), ("grammar",))
+            yield ("upload",)
+            yield from (("grammars", n) for n in b.table_rows)
             yield from (("masks", n) for n in b.mask_rows)
         if self.parts.proposer is not None:
             pages = b.pages if self.cache.draft_kv is not None else b.pages[-1:]
@@ -130,9 +131,9 @@ class StepPrograms:
         args = (self.grammars, self._i32(2, rows), self._array(jnp.uint32, rows, words))
         return self._program(key, put_host_masks, args, donated=(0,), outputs=self.grammars)
 
-    def _grammar(self, key: Hashable) -> Program:
-        args = (self.state, self._i32(), GrammarRow(self._i32(), self._i32()), self._i32())
-        return self._program(key, batch.set_grammar, args, donated=(0,), outputs=self.state)
+    def _grammars(self, key: Hashable, rows: int) -> Program:
+        args = (self.state, self._i32(rows), GrammarRow(self._i32(rows), self._i32(rows)), self._i32(rows))
+        return self._program(key, batch.set_grammars, args, donated=(0,), outputs=self.state)
 
     @property
     def proposed_counts(self) -> tuple[int, ...]:

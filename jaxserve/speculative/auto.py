@@ -3,8 +3,9 @@
 A step of B requests with K drafts runs n = B (1 + K) rows and makes B E(K) tokens, where E(K) = 1 + a1 + a1 a2 + ... of
 the acceptance rates a of each position given those before it. Its time is that of reading the weights until n reaches
 the ridge where arithmetic takes longer: t(n, K) = max(memory, overhead + compute n) + draft K. The K with the most
-tokens a second wins. Its neighbours are tried a few times, since a time that was never measured is only extrapolated.
-Everything measured is kept as sums, so ranks that must agree add theirs up and decide alike.
+tokens a second wins. Its neighbours are tried a few times, since a time that was never measured is only extrapolated,
+and now and then again. Of times a power mean is kept that is near the smallest: a step that something else held up does
+not count. Everything measured is kept as sums, so ranks that must agree add theirs up and decide alike.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ _KEEP_AT_PROBE = 0.8  # of a count, when drafts are tried again: what was counte
 _KEEP_TIME = 0.9  # of a step time, from one step of its shape to the next
 _FIT_EVERY = 16  # steps
 _TRY_EVERY = 4  # steps, between those that try a neighbour of the best K
+_POWER = -8  # of the mean of times
+_KEEP_UNUSED = 0.999  # of the weight of the other times of that batch size: 180 steps later they are tried again
 _ENOUGH = 2.5  # weight of a time that counts as measured: three steps
 _PROBE_EVERY = 256  # steps without drafts, after which one has some: acceptance may have changed
 _WORTHWHILE = 1.01  # gain that a change of K must promise
@@ -107,7 +110,7 @@ class AutoK:
             raise ValueError(f"choices is {list(choices)}; it must ascend from 0, at least two")
         self.choices, self.slots = tuple(choices), tuple(slots)
         self._windows = np.zeros((2, self.choices[-1]))  # reached, accepted
-        self._times = np.zeros((2, len(self.slots), len(self.choices)))  # weight, weighted seconds
+        self._times = np.zeros((2, len(self.slots), len(self.choices)))  # weight, weighted seconds ** _POWER
         self._rows = np.outer(self.slots, 1 + np.array(self.choices))
         self._drafts = np.broadcast_to(np.array(self.choices), self._rows.shape)
         self._fit: StepTime | None = None
@@ -127,7 +130,9 @@ class AutoK:
             self._windows[0, : min(drafts, emitted)] += 1
             self._windows[1, : emitted - 1] += 1
         cell = self.slots.index(bucket(self.slots, num_running)), self.choices.index(num_drafts)
-        self._times[:, *cell] = self._times[:, *cell] * _KEEP_TIME + (1, seconds)
+        weight, total = self._times[:, *cell] * _KEEP_TIME
+        self._times[:, cell[0]] *= _KEEP_UNUSED
+        self._times[:, *cell] = weight + 1, total + seconds**_POWER
         self._num_observed += 1
         self._since_drafts = 0 if num_drafts else self._since_drafts + 1
         if self._num_observed % _FIT_EVERY == 1:
@@ -172,13 +177,18 @@ class AutoK:
         seen = times[0] > 0
         if not seen.any():
             return None
-        return fit_step_time(self._rows[seen], self._drafts[seen], times[1][seen] / times[0][seen])
+        return fit_step_time(self._rows[seen], self._drafts[seen], _mean(*times[:, seen]))
 
     def _throughput(self, row: int, windows: np.ndarray, times: np.ndarray) -> np.ndarray:
         """Tokens a second (up to a factor) of every choice: by its measured time, or where there is none the fit's."""
         tokens = expected_tokens(acceptance_rates(*windows))[list(self.choices)]
         if self._fit is None:
             return tokens
-        predicted = self._fit(self._rows[row], self._drafts[row])
-        weight, total = times[:, row]
-        return tokens / np.where(weight > 0, total / np.maximum(weight, 1e-30), predicted)
+        seconds = self._fit(self._rows[row], self._drafts[row])
+        measured = times[0, row] > 0
+        seconds[measured] = _mean(*times[:, row, measured])
+        return tokens / seconds
+
+
+def _mean(weight: np.ndarray, total: np.ndarray) -> np.ndarray:
+    return (total / weight) ** (1 / _POWER)

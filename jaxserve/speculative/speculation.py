@@ -34,10 +34,10 @@ class Speculation:
             return self.config.drafts_for(num_running)
         return self._auto.choose(num_running)
 
-    def observe(self, windows: Iterable[tuple[int, int]], num_drafts: int, is_pure_decode: bool) -> None:
+    def observe(self, windows: Iterable[tuple[int, int]], num_drafts: int, is_alone: bool) -> None:
         """A collected step: (drafts verified, tokens emitted) of each of its requests, and its K.
 
-        is_pure_decode: nothing else ran in it, so that the time since the step before is its own.
+        is_alone: no prefill or compilation ran in it, so that the time since the step before is its own.
         """
         if self.config is None:
             return
@@ -45,6 +45,6 @@ class Speculation:
         for drafts, emitted in counted:
             self.stats.observe(drafts, emitted)
         now = time.perf_counter()
-        if self._auto is not None and counted and is_pure_decode and self._last_collected is not None:
+        if self._auto is not None and counted and is_alone and self._last_collected is not None:
             self._auto.observe(counted, len(counted), num_drafts, now - self._last_collected)
-        self._last_collected = now if is_pure_decode else None
+        self._last_collected = now if is_alone else None

@@ -24,12 +24,12 @@ class ForcedTokens:
         """K for a step of so many requests. structured: whether any of them is held to a grammar."""
         return 0 if self._auto is None or not structured else self._auto.choose(num_running)
 
-    def observe(self, emitted: Iterable[int], num_drafts: int, is_pure_decode: bool) -> None:
-        """A collected step: the tokens of each of its requests, and its K; `is_pure_decode` as for Speculation."""
+    def observe(self, emitted: Iterable[int], num_drafts: int, is_alone: bool) -> None:
+        """A collected step: the tokens of each of its requests, and its K; `is_alone` as for Speculation."""
         if self._auto is None:
             return
         windows = [(num_drafts, count) for count in emitted if count]
         now = time.perf_counter()
-        if windows and is_pure_decode and self._last_collected is not None:
+        if windows and is_alone and self._last_collected is not None:
             self._auto.observe(windows, len(windows), num_drafts, now - self._last_collected)
-        self._last_collected = now if is_pure_decode else None
+        self._last_collected = now if is_alone else None

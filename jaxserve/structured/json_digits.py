@@ -13,8 +13,8 @@ from jaxserve.structured.vocabulary import Vocabulary, pack_bits
 class JsonPlace(NamedTuple):
     """Where a JSON text has come to.
 
-    in_string, escaped: inside quotes; behind a backslash there. room: how many digits may still follow at once. exponent:
-    behind its letter or sign.
+    in_string, escaped: inside quotes; behind a backslash there. room: how many digits may still follow at once.
+    exponent: behind its letter or sign.
     """
 
     in_string: bool = False

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxserve.programs import Programs
 from jaxserve.request import Request, RequestStatus
-from jaxserve.structured.device import FREE, ON_HOST, GrammarRow, Grammars
+from jaxserve.structured.device import FREE, ON_HOST, Grammars
 from jaxserve.structured.dfa import GrammarError
 from jaxserve.structured.pool import CHUNK, GrammarPool, PooledTable, uploads
 
@@ -52,8 +52,9 @@ class GrammarTables:
     def holds(self, request: Request) -> bool:
         return request.request_id in self._held
 
-    def hold(self, request: Request, programs: Programs) -> tuple[GrammarRow, np.int32]:
-        """What the device has to know of a request's grammar; sends the table there, if it has one and there is room.
+    def hold(self, request: Request, programs: Programs) -> tuple[int, int, int]:
+        """What the device has to know of a request's grammar, its row's `classes` and `start`, and the state in which
+        the text stands; sends the table there, if it has one and there is room.
 
         A table that finds no room is followed on the host.
         """
@@ -64,15 +65,14 @@ class GrammarTables:
         if placed is None:
             constraint.follow_on_host(request)
             self._held[request.request_id] = request, None
-            return GrammarRow(np.int32(ON_HOST), np.int32(FREE)), np.int32(FREE)
+            return ON_HOST, FREE, FREE
         pooled, is_new = placed
         if is_new:
             for address, words in uploads(pooled):
                 self.values = programs["upload",](self.values, np.int32(address), words)
         self._held[request.request_id] = request, pooled
         state = constraint.table_state(request)
-        at = FREE if state is None else pooled.state(state)
-        return GrammarRow(np.int32(pooled.classes), np.int32(pooled.start)), np.int32(at)
+        return pooled.classes, pooled.start, FREE if state is None else pooled.state(state)
 
     def release(self) -> None:
         """Let go of requests that are about to leave their slots."""

@@ -42,17 +42,23 @@ def test_fit_of_one_size_is_flat():
     np.testing.assert_allclose(fit(np.array([8, 800]), np.array([1, 3])), 0.5)
 
 
-def simulate(auto, machine, rates, batch, steps, rng):
-    """Tokens a second of the last half of the steps."""
+def simulate(auto, machine, rates, batch, steps, rng, held_up=1.0):
+    """Expected tokens a second of the last half of the steps' choices. held_up: by how much the first step with each K
+    takes longer, as any may while the machine does something else."""
+    seen = set()
+    expected = expected_tokens(rates)
     tokens = seconds = 0.0
     for step in range(steps):
         drafts = auto.choose(batch)
         accepted = np.cumprod(rng.random((batch, drafts)) < rates[:drafts], axis=1).sum(axis=1)
         rows = bucket(SLOTS, batch) * (1 + drafts)
         time = float(machine(np.array(rows), np.array(drafts))) * rng.uniform(0.98, 1.02)
+        if drafts not in seen:
+            time *= held_up
+            seen.add(drafts)
         auto.observe([(drafts, 1 + int(a)) for a in accepted], batch, drafts, time)
         if step >= steps // 2:
-            tokens, seconds = tokens + batch + accepted.sum(), seconds + time
+            tokens, seconds = tokens + batch * expected[drafts], seconds + time
     return tokens / seconds
 
 
@@ -67,6 +73,25 @@ def test_within_three_percent_of_the_best_fixed_choice(name, rate):
         rows = bucket(SLOTS, batch) * (1 + np.array(CHOICES))
         best = max(batch * expected_tokens(rates)[list(CHOICES)] / machine(rows, np.array(CHOICES)))
         assert simulate(auto, machine, rates, batch, 600, rng) > 0.97 * best
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_a_step_that_was_held_up_decides_nothing(name):
+    machine, rates = MACHINES[name], np.full(7, 0.7)
+    best = max(8 * expected_tokens(rates)[list(CHOICES)] / machine(8 * (1 + np.array(CHOICES)), np.array(CHOICES)))
+    auto = AutoK(CHOICES, SLOTS)
+    assert simulate(auto, machine, rates, 8, 600, np.random.default_rng(0), held_up=50) > 0.97 * best
+
+
+def test_it_notices_that_another_k_became_faster():
+    """A time that was right once is measured again."""
+    auto, rng = AutoK((0, 3), SLOTS), np.random.default_rng(0)
+    slow = StepTime(memory=0.0, overhead=0.0, compute=0.01, draft=0.0)
+    simulate(auto, slow, np.full(3, 0.7), 4, 400, rng)
+    assert auto.choose(4) == 0
+    fast = StepTime(memory=0.02, overhead=0.0, compute=0.0, draft=0.0)
+    simulate(auto, fast, np.full(3, 0.7), 4, 1200, rng)
+    assert auto.choose(4) == 3
 
 
 def test_it_notices_that_drafts_became_good():
