@@ -25,7 +25,7 @@ from models.base import Model
 from models.sharding import make_mesh
 
 _DEFAULT_MAX_MODEL_LEN = 4096
-_TILE = {"cpu": 16, "gpu": 128}  # prefill tokens that share one gather of their context
+_TILE = {"cpu": 8, "gpu": 128}  # prefill tokens that share one gather of their context
 _BUDGET = {"cpu": 512, "gpu": 8192}  # prefill tokens beside the decode rows
 _MEMORY_LIMIT_CPU = 4 << 30  # what the page pool takes of a host's memory unless asked for more
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -227,7 +228,8 @@ def make_buckets(
     devices: int = 1,
     positions: int = 1,
 ) -> Buckets:
-    """Small lists: a factor of two between neighbours where a too large bucket costs time, four where it does not.
+    """Small lists: a factor of two between neighbours where a too large bucket costs time, four where it does not; less
+    for prefill, where arithmetic is all of the time.
 
     Slots come in multiples of `devices`, which share the last step. positions: 1 + K, at most.
     """
@@ -236,7 +238,7 @@ def make_buckets(
     return Buckets(
         slots=_ladder(devices, -(-max_num_seqs // devices) * devices, 2, skip=(2,)),
         pages=_ladder(context, pages, 2),
-        prefill_tiles=_ladder(1, max(1, max_num_batched_tokens // tile), 2),
+        prefill_tiles=_halfway(_ladder(max(1, 16 // tile), max(1, max_num_batched_tokens // tile), 2)),
         score_tiles=_ladder(4, max(1, max_num_batched_tokens // tile), 4),
         prefill_pages=_ladder(max(1, 128 // block_size), pages, 4),
         history=_ladder(64, max_model_len, 4),
@@ -253,6 +255,11 @@ def _ladder(first: int, last: int, factor: int, skip: tuple[int, ...] = ()) -> t
             steps.append(first)
         first *= factor
     return (*steps, last)
+
+
+def _halfway(steps: tuple[int, ...]) -> tuple[int, ...]:
+    """With a step between neighbours that are a factor of two apart."""
+    return tuple(sorted({*steps, *(3 * a // 2 for a, b in pairwise(steps) if b == 2 * a and a > 1)}))
 
 
 def bucket(buckets: tuple[int, ...], size: int) -> int:
