@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from prometheus_client import CollectorRegistry
 from transformers import PreTrainedTokenizerFast
 
 from jaxserve.async_engine import AsyncEngine, EngineDeadError
@@ -119,10 +120,10 @@ def serve(core: FakeCore) -> AsyncEngine:
     return AsyncEngine.from_core(core)  # type: ignore[arg-type]
 
 
-def markov_core() -> EngineCore:
+def markov_core(**config: Any) -> EngineCore:
     """Counts upwards modulo 8, greedily."""
     table = np.where(np.eye(8, k=1) + np.eye(8, k=-7) > 0, 5.0, 0.0).astype(np.float32)
-    return EngineCore.from_model(MarkovLM(table, max_model_len=64), None, EngineConfig(max_num_seqs=4))
+    return EngineCore.from_model(MarkovLM(table, max_model_len=64), None, EngineConfig(max_num_seqs=4, **config))
 
 
 # ---- LLM ----
@@ -456,3 +457,26 @@ def test_with_the_real_core() -> None:
             assert (await collect(engine, [3], SamplingParams(temperature=0, max_tokens=2)))[-1].finished
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("prefix", ["jaxserve:", "vllm:"])
+def test_counters_of_speculation_live_on_in_a_registry(prefix: str) -> None:
+    """Registered before the first request, read after the last: what the requests' own metrics add up to."""
+
+    async def run() -> tuple[CollectorRegistry, RequestOutput]:
+        registry = CollectorRegistry()
+        speculation = {
+            "method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2
+        }  # fmt: skip
+        async with AsyncEngine.from_core(markov_core(speculative_config=speculation)) as engine:
+            await engine.register_metrics(registry, {"model_name": "markov"}, prefix)
+            assert registry.get_sample_value(f"{prefix}spec_decode_num_drafts_total", {"model_name": "markov"}) == 0
+            return registry, (await collect(engine, [0, 1, 2], SamplingParams(temperature=0, max_tokens=40)))[-1]
+
+    registry, output = asyncio.run(run())
+    metrics = output.metrics
+    assert metrics is not None
+    assert metrics.num_accepted_tokens > 0
+    for name in ("drafts", "draft_tokens", "accepted_tokens"):
+        value = registry.get_sample_value(f"{prefix}spec_decode_num_{name}_total", {"model_name": "markov"})
+        assert value == getattr(metrics, f"num_{name}")
