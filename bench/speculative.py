@@ -57,6 +57,7 @@ OPEN = [
     "Give me advice for my first day at a new job.",
 ]  # fmt: skip
 PROMPTS = {"extractive": EXTRACTIVE, "open": OPEN}
+LEARNING_STEPS = 150  # of auto, from nothing, before the surface's are counted
 METHODS: dict[str, dict[str, Any] | None] = {  # one K: engines share compiled programs by the persistent cache
     "K=0": None,
     "ngram": {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4, "num_speculative_tokens": 7},
@@ -240,7 +241,7 @@ def set_drafts(llm: LLM, answer: list[int], rate: float) -> None:
 def one_surface_case(
     llm: LLM, counts: Sequence[int], prompts: list[list[int]], rate: float, args: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Every K, and auto, in turn; medians."""
+    """Every K, and auto once it has seen LEARNING_STEPS, in turn; medians."""
     auto = AutoK(counts, llm.engine.runner.buckets.slots)
     choices: dict[str, int | AutoK] = {f"K={k}": k for k in counts} | {"auto": auto}
     speeds: dict[str, list[float]] = {name: [] for name in choices}
@@ -248,7 +249,7 @@ def one_surface_case(
     for turn in range(args.rounds + 1):
         for name, choice in choices.items():
             use(llm, choice)
-            for _ in range(2 if choice is auto and turn == 0 else 0):
+            while choice is auto and auto.num_observed < LEARNING_STEPS:
                 timed(llm, prompts, args.surface_tokens)
             speed, found, _ = timed(llm, prompts, args.surface_tokens)
             lengths[name] = found.mean_acceptance_length if found.num_drafts else 1.0

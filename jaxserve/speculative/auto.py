@@ -102,6 +102,7 @@ class AutoK:
     """Chooses K for each step and learns from what became of it. Host only; a step costs microseconds.
 
     choices: the values of K, ascending, from 0. slots: bucket sizes of the batch: a step computes a whole bucket.
+    num_observed: steps so far.
     Raises ValueError for other choices.
     """
 
@@ -114,7 +115,7 @@ class AutoK:
         self._rows = np.outer(self.slots, 1 + np.array(self.choices))
         self._drafts = np.broadcast_to(np.array(self.choices), self._rows.shape)
         self._fit: StepTime | None = None
-        self._num_observed = self._since_drafts = 0
+        self.num_observed = self._since_drafts = 0
         self._current: int | None = None
 
     def observe(self, windows: Sequence[tuple[int, int]], num_running: int, num_drafts: int, seconds: float) -> None:
@@ -133,9 +134,9 @@ class AutoK:
         weight, total = self._times[:, *cell] * _KEEP_TIME
         self._times[:, cell[0]] *= _KEEP_UNUSED
         self._times[:, *cell] = weight + 1, total + seconds**_POWER
-        self._num_observed += 1
+        self.num_observed += 1
         self._since_drafts = 0 if num_drafts else self._since_drafts + 1
-        if self._num_observed % _FIT_EVERY == 1:
+        if self.num_observed % _FIT_EVERY == 1:
             self._fit = None
 
     @property
@@ -157,7 +158,7 @@ class AutoK:
         best = int(np.argmax(throughput))
         if self._current is None or throughput[best] > _WORTHWHILE * throughput[self._current]:
             self._current = best
-        if self._num_observed % _TRY_EVERY == 0:
+        if self.num_observed % _TRY_EVERY == 0:
             return self.choices[self._neighbour(times[0, row])]
         return self.choices[self._current]
 
