@@ -56,9 +56,10 @@ def test_a_nan_is_found_wherever_it_lies() -> None:
     assert bool(xla(logits, filters, np.zeros((300, 8), np.uint32)).finite[299])
 
 
-@pytest.mark.parametrize("vocab", [100, 20225])
+@pytest.mark.parametrize("vocab", [*VOCABS, 20225])
 def test_mosaic_gives_the_definitions_tokens(vocab: int) -> None:
-    """In one block, and in two, of which the last is moved back to end with the row: what it sees twice counts once."""
+    """In one block and in several, of which the last is moved back to end with the row: what it sees twice counts
+    once."""
     case = sampling_case(vocab)
     expected = xla(*arguments(case))
     drawn = top_k_top_p_sample(*arguments(case), implementation="mosaic")
