@@ -46,6 +46,14 @@ def test_kernels_give_the_definitions_tokens(method: str, paired: bool) -> None:
     assert_same(case, verify(case, method, paired, implementation="mosaic"), expected)
 
 
+@pytest.mark.parametrize("vocab", [8193, 128256])
+def test_kernels_at_other_vocabularies(vocab: int) -> None:
+    """By block verification beside a q, which starts every kernel there is."""
+    case = draft_case(vocab)
+    expected = verify(case, "block", True)
+    assert_same(case, verify(case, "block", True, implementation="mosaic"), expected)
+
+
 def test_a_short_row_in_blocks_of_another_shape() -> None:
     case = draft_case(100, only="top_")
     shape = BlockShape(tiles=16, part=32, chunk=64)
