@@ -118,8 +118,9 @@ class GrammarCompiler:
         with self._made:
             self._tokens = self._tokens or LLTokens(vocabulary)
         try:
-            is_json = job.key.kind in ("json", "json_object")
-            return MatcherGrammar(self._tokens, to_lark(job.key), job.stop_ids, self.config.matcher_limits, is_json)
+            return MatcherGrammar(
+                self._tokens, to_lark(job.key), job.stop_ids, self.config.matcher_limits, job.key.is_json
+            )
         except GrammarError as error:
             if no_table is None:
                 raise

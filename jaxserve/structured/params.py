@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from jaxserve.structured.regex_syntax import check_regex
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+_JSON_KINDS = ("json", "json_object")
 BACKENDS = ("auto", "table", "llguidance")
 MAX_CHARS = 1 << 20  # of the text of a grammar
 MAX_DEPTH = 64  # of nested objects and arrays in a schema
@@ -23,6 +24,11 @@ class GrammarKey(NamedTuple):
     kind: str
     text: str
     options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def is_json(self) -> bool:
+        """Whether every text of the grammar is JSON."""
+        return self.kind in _JSON_KINDS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +103,7 @@ class StructuredOutputsParams:
     def _check_options(self, kind: str) -> None:
         json_only = ("whitespace_pattern", "disable_any_whitespace", "disable_additional_properties", "lenient")
         for name in json_only:
-            if getattr(self, name) and kind not in ("json", "json_object"):
+            if getattr(self, name) and kind not in _JSON_KINDS:
                 raise ValueError(f"structured_outputs.{name}={getattr(self, name)!r} is for json and json_object only")
         if self.whitespace_pattern is not None:
             if self.disable_any_whitespace:

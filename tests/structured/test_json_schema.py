@@ -34,7 +34,7 @@ def matchers(schema, vocabulary, tokens):
     with contextlib.suppress(GrammarError):
         found["table"] = TableMatcher(compile_grammar(key, vocabulary, STOPS, GrammarLimits()))
     with contextlib.suppress(GrammarError):
-        found["llguidance"] = MatcherGrammar(tokens, to_lark(key), STOPS).new_matcher()
+        found["llguidance"] = MatcherGrammar(tokens, to_lark(key), STOPS, is_json=key.is_json).new_matcher()
     return found
 
 
