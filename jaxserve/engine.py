@@ -93,6 +93,7 @@ class EngineCore:
         self._in_flight: InFlight | None = None
         self._num_requests = self._num_steps = self._num_tokens = self._grammar_violations = 0
         self._compiled = 0  # programs, when the last step was taken in
+        self._last_decoded: float | None = None  # when, if it did nothing but decode
         self._host_seconds = self._dispatch_seconds = self._wait_seconds = 0.0
 
     @classmethod
@@ -244,10 +245,9 @@ class EngineCore:
     def _update(self, scheduled: SchedulerOutput, collected: Collected) -> list[RequestOutput]:
         windows = [(drafts, len(collected.tokens[name])) for name, drafts in collected.num_drafts.items()]
         drafts = scheduled.num_positions - 1
-        compiled, self._compiled = self.num_compilations - self._compiled, self.num_compilations
-        alone = not (scheduled.prefill or compiled)
-        self._speculation.observe(windows, drafts, alone)
-        self._forced.observe((emitted for _, emitted in windows), drafts, alone)
+        seconds = self._seconds_of(scheduled)
+        self._speculation.observe(windows, drafts, seconds)
+        self._forced.observe((emitted for _, emitted in windows), drafts, seconds)
         lengths = {r.request_id: len(r.output_token_ids) for r in scheduled.decode}
         outputs = []
         touched = self.scheduler.update_from_output(scheduled, collected.tokens, collected.errors, collected.complete)
@@ -265,6 +265,13 @@ class EngineCore:
             if result.output is not None:
                 outputs.append(result.output)
         return outputs + self._outputs.flush()
+
+    def _seconds_of(self, scheduled: SchedulerOutput) -> float | None:
+        """What a collected step took: the time since the one before it, where neither was more than a decode."""
+        compiled, self._compiled = self.num_compilations - self._compiled, self.num_compilations
+        before, now = self._last_decoded, time.perf_counter()
+        self._last_decoded = None if scheduled.prefill or compiled else now
+        return None if before is None or self._last_decoded is None else now - before
 
     def _drafts_for(self, num_running: int) -> int:
         """K for a step of so many requests."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -24,7 +23,6 @@ class Speculation:
         self.stats = SpecDecodingStats(self.draft_counts[-1])
         automatic = self.config is not None and self.config.num_speculative_tokens == "auto"
         self._auto = AutoK(self.draft_counts, self.slots) if automatic else None
-        self._last_collected: float | None = None
 
     def drafts_for(self, num_running: int) -> int:
         """K for a step of so many requests."""
@@ -34,17 +32,15 @@ class Speculation:
             return self.config.drafts_for(num_running)
         return self._auto.choose(num_running)
 
-    def observe(self, windows: Iterable[tuple[int, int]], num_drafts: int, is_alone: bool) -> None:
+    def observe(self, windows: Iterable[tuple[int, int]], num_drafts: int, seconds: float | None) -> None:
         """A collected step: (drafts verified, tokens emitted) of each of its requests, and its K.
 
-        is_alone: no prefill or compilation ran in it, so that the time since the step before is its own.
+        seconds: what it took; None where something else ran, too.
         """
         if self.config is None:
             return
         counted = [(drafts, emitted) for drafts, emitted in windows if emitted]
         for drafts, emitted in counted:
             self.stats.observe(drafts, emitted)
-        now = time.perf_counter()
-        if self._auto is not None and counted and is_alone and self._last_collected is not None:
-            self._auto.observe(counted, len(counted), num_drafts, now - self._last_collected)
-        self._last_collected = now if is_alone else None
+        if self._auto is not None and counted and seconds is not None:
+            self._auto.observe(counted, len(counted), num_drafts, seconds)

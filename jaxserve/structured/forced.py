@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 
 from jaxserve.speculative.auto import AutoK
@@ -18,18 +17,13 @@ class ForcedTokens:
     def __init__(self, draft_counts: Sequence[int], slots: Sequence[int]) -> None:
         """draft_counts: every K that may be asked for; (0,) is none. slots: bucket sizes of the batch."""
         self._auto = AutoK(draft_counts, slots) if len(draft_counts) > 1 else None
-        self._last_collected: float | None = None
 
     def drafts_for(self, num_running: int, structured: bool) -> int:
         """K for a step of so many requests. structured: whether any of them is held to a grammar."""
         return 0 if self._auto is None or not structured else self._auto.choose(num_running)
 
-    def observe(self, emitted: Iterable[int], num_drafts: int, is_alone: bool) -> None:
-        """A collected step: the tokens of each of its requests, and its K; `is_alone` as for Speculation."""
-        if self._auto is None:
-            return
+    def observe(self, emitted: Iterable[int], num_drafts: int, seconds: float | None) -> None:
+        """A collected step: the tokens of each of its requests, and its K; `seconds` as for Speculation."""
         windows = [(num_drafts, count) for count in emitted if count]
-        now = time.perf_counter()
-        if windows and is_alone and self._last_collected is not None:
-            self._auto.observe(windows, len(windows), num_drafts, now - self._last_collected)
-        self._last_collected = now if is_alone else None
+        if self._auto is not None and windows and seconds is not None:
+            self._auto.observe(windows, len(windows), num_drafts, seconds)
