@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jaxserve.structured.matcher import ALL, Matcher, MatcherGrammar, TableMatcher, Window
 from jaxserve.structured.table import START, TokenTable
 
 if TYPE_CHECKING:
     from jaxserve.request import Request
-    from jaxserve.structured.matcher import Matcher
-
-ALL = np.uint32(0xFFFFFFFF)
 
 
 class Constraint:
@@ -60,8 +58,6 @@ class Constraint:
 
     def follow_on_host(self, request: Request) -> None:
         """From now on a matcher follows the output; it is told what there is of it."""
-        from jaxserve.structured.matcher import MatcherGrammar, TableMatcher  # loads llguidance
-
         if self._matcher is not None:
             return
         grammar = self._compiled.result()
@@ -89,15 +85,15 @@ class Constraint:
         """Whether only a stop id may follow."""
         return self._matcher is not None and self._begun and self._matcher.exhausted
 
-    def fill(self, drafts: Sequence[int], out: np.ndarray) -> None:
-        """The masks out [1+K, W] of the rows before and after each draft. Raises GrammarError."""
+    def window(self, drafts: Sequence[int], out: np.ndarray) -> Window | None:
+        """The rows of out [1+K, W], before and after each draft, that the grammar is about; those before it begins, and
+        behind the drafts, are set to allow everything."""
         assert self._matcher is not None
         out[:] = ALL
         begun, tail = self._begun, self._tail
         free = self._enter(drafts)  # drafts that are still free
-        if self._begun:
-            self._matcher.fill(drafts[free:], out[free : len(drafts) + 1])
-        self._begun, self._tail = begun, tail
+        begins, self._begun, self._tail = self._begun, begun, tail
+        return Window(self._matcher, drafts[free:], out[free : len(drafts) + 1]) if begins else None
 
     def forced(self, count: int) -> list[int]:
         """Up to `count` tokens that have to come next."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -17,6 +19,7 @@ from jaxserve.structured.table import forced_tokens as forced_by_table
 from jaxserve.structured.vocabulary import Vocabulary, pack_bits
 
 ALL = np.uint32(0xFFFFFFFF)
+_MAX_THREADS = 16  # that llguidance computes masks in
 
 
 class Matcher(Protocol):
@@ -47,6 +50,42 @@ class Matcher(Protocol):
         The model may spell these bytes in other tokens: they are drafts."""
 
 
+class Window(NamedTuple):
+    """What Matcher.fill is asked for: the masks of one request's rows."""
+
+    matcher: Matcher
+    drafts: Sequence[int]
+    out: np.ndarray  # [1+len(drafts), W] uint32
+
+
+def fill_windows(windows: Sequence[Window]) -> list[GrammarError | None]:
+    """Matcher.fill for each window, of one vocabulary, side by side: the matchers of llguidance are at the same row of
+    their windows, and it computes their masks in threads of its own. Returns the errors."""
+    errors: list[GrammarError | None] = [None] * len(windows)
+    going: dict[int, Filling] = {}
+    for number, (matcher, drafts, out) in enumerate(windows):
+        if isinstance(matcher, LLGuidanceMatcher):
+            going[number] = matcher.filling(drafts, out)
+        else:
+            try:
+                matcher.fill(drafts, out)
+            except GrammarError as error:
+                errors[number] = error
+    masks: dict[int, np.ndarray | None] = dict.fromkeys(going)
+    while going:
+        asking: dict[int, LLGuidanceMatcher] = {}
+        for number, filling in list(going.items()):
+            try:
+                asking[number] = filling.send(masks[number])
+            except StopIteration:
+                del going[number]
+            except GrammarError as error:
+                errors[number] = error
+                del going[number]
+        masks = dict(zip(asking, compute_masks(list(asking.values())), strict=True)) if asking else {}
+    return errors
+
+
 class LLTokens:
     """A vocabulary as llguidance reads it; made once, shared by all matchers. One of the ids that spell nothing serves
     as its end of sequence; it is never shown to anyone, stop ids are ours."""
@@ -70,6 +109,13 @@ class LLTokens:
         self.spelled = pack_bits(np.array([bool(text) for text in spelled]))  # [W]
         self.tokens = []  # copied by now
         self.digits = DigitMasks(vocabulary)
+
+    @cached_property
+    def executor(self) -> Any:
+        """llguidance's threads."""
+        from llguidance import LLExecutor
+
+        return LLExecutor(num_threads=min(_MAX_THREADS, os.cpu_count() or 1))
 
     def __call__(self, text: str | bytes) -> list[int]:
         return self.vocabulary.tokenize(text.encode("utf-8") if isinstance(text, str) else text)
@@ -124,7 +170,6 @@ class LLGuidanceMatcher:
         limits = LLParserLimits(**vars(grammar.limits), verbose_errors=False)
         self._grammar = grammar
         self._matcher: Any = LLMatcher(grammar.tokens.tokenizer, grammar.text, log_level=0, limits=limits)
-        self._buffer = np.zeros(grammar.tokens.num_words, np.uint32)
         self._done = False
         self._place = JsonPlace() if grammar.is_json else None
         self._check()
@@ -142,10 +187,21 @@ class LLGuidanceMatcher:
         return self._done or (self._matcher.is_stopped() and not self._matcher.is_error())
 
     def fill(self, drafts: Sequence[int], out: np.ndarray) -> int:
+        filling = self.filling(drafts, out)
+        mask = None
+        while True:
+            try:
+                mask = compute_masks([filling.send(mask)])[0]
+            except StopIteration as end:
+                return end.value
+
+    def filling(self, drafts: Sequence[int], out: np.ndarray) -> Filling:
+        """`fill`, which yields this matcher whenever it has to be sent the mask that llguidance computes for it."""
         consumed = legal = 0
         done, place = self._done, self._place
         for row in range(len(drafts) + 1):
-            can_go_on = self._fill_row(out[row], done, place)
+            mask = None if done else (yield self)
+            can_go_on = self._fill_row(out[row], mask, place)
             if row == len(drafts) or not can_go_on or not _has(out[row], drafts[row]):
                 break
             legal += 1
@@ -164,22 +220,21 @@ class LLGuidanceMatcher:
     def _after(self, place: JsonPlace | None, tokens: Sequence[int]) -> JsonPlace | None:
         return None if place is None else place.after(self._grammar.tokens.vocabulary.decode(tokens))
 
-    def _fill_row(self, row: np.ndarray, done: bool, place: JsonPlace | None) -> bool:
-        """Whether anything may follow."""
-        grammar, buffer = self._grammar, self._buffer
-        if done:
+    def _fill_row(self, row: np.ndarray, mask: np.ndarray | None, place: JsonPlace | None) -> bool:
+        """Whether anything may follow. mask: that of llguidance; None behind a stop id."""
+        grammar = self._grammar
+        if mask is None:
             row[:] = grammar.stop_mask
         else:
-            self._matcher.unsafe_compute_mask_ptr(buffer.ctypes.data, buffer.nbytes)  # lets other threads run
             self._check()
-            np.bitwise_and(buffer[: len(row)], grammar.text_mask, out=row)
+            np.bitwise_and(mask[: len(row)], grammar.text_mask, out=row)
             if self._matcher.is_accepting():
                 row |= grammar.stop_mask
             if place is not None:
                 grammar.tokens.digits.keep_bounded(place, row)
         if row.any():
             return True
-        if not (done or self._matcher.is_accepting()):
+        if not (mask is None or self._matcher.is_accepting()):
             raise GrammarError("no token of this vocabulary can follow")
         row[:] = ALL
         return False
@@ -216,6 +271,22 @@ class LLGuidanceMatcher:
         """Errors of llguidance are states, never exceptions, and look like the end of a text."""
         if self._matcher.is_error():
             raise GrammarError(_readable(self._matcher.get_error()))
+
+
+Filling = Generator[LLGuidanceMatcher, "np.ndarray | None", int]
+
+
+def compute_masks(matchers: Sequence[LLGuidanceMatcher]) -> np.ndarray:
+    """[n, words] uint32: what llguidance allows next in each of the matchers, which share a vocabulary. Other threads
+    run meanwhile. Errors are left in the matchers."""
+    tokens = matchers[0]._grammar.tokens
+    out = np.empty((len(matchers), tokens.num_words), np.uint32)
+    inner = [(matcher._matcher, row) for row, matcher in enumerate(matchers)]
+    if len(inner) == 1:
+        inner[0][0].unsafe_compute_mask_ptr(out.ctypes.data, out.nbytes)
+    else:
+        tokens.executor.unsafe_compute_mask_ptr(inner, out.ctypes.data, out.strides[0], len(out))
+    return out
 
 
 class TableMatcher:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -14,10 +12,8 @@ import numpy as np
 from jaxserve.programs import Programs
 from jaxserve.request import Request, RequestStatus
 from jaxserve.structured.device import FREE, ON_HOST, Grammars
-from jaxserve.structured.dfa import GrammarError
+from jaxserve.structured.matcher import ALL, Window, fill_windows
 from jaxserve.structured.pool import CHUNK, GrammarPool, PooledTable, uploads
-
-_PARALLEL = 8  # matchers from which threads pay
 
 
 class Masks(NamedTuple):
@@ -42,7 +38,6 @@ class GrammarTables:
         self.values: Grammars = place(Grammars(arena, jnp.zeros((slots, 1 + drafts, words), jnp.uint32)))
         self._words = words
         self._held: dict[str, tuple[Request, PooledTable | None]] = {}
-        self._threads: ThreadPoolExecutor | None = None
         self.fill_seconds, self.bytes_sent = 0.0, 0  # of the host's masks
 
     @property
@@ -87,34 +82,20 @@ class GrammarTables:
         started = time.perf_counter()
         width = 1 + drafts.shape[1]
         words = np.empty((len(matched), width, self._words), np.uint32)
-
-        def one(number: int) -> str | None:
-            row, request = matched[number]
+        windows: dict[int, Window] = {}
+        for number, (row, request) in enumerate(matched):
             known = drafts[row].tolist()
             known = known[: known.index(-1)] if -1 in known else known
             assert request.constraint is not None
-            try:
-                request.constraint.fill(known, words[number])
-            except GrammarError as error:
-                words[number] = 0xFFFFFFFF
-                return f"structured_outputs: {error}"
-            return None
-
-        failures = list(self._map(one, range(len(matched))))
+            if (window := request.constraint.window(known, words[number])) is not None:
+                windows[number] = window
+        errors = {}
+        for number, error in zip(windows, fill_windows(list(windows.values())), strict=True):
+            if error is not None:
+                words[number] = ALL
+                errors[matched[number][1].request_id] = f"structured_outputs: {error}"
         slots = np.repeat([row for row, _ in matched], width)
         rows = np.stack([slots, np.tile(np.arange(width), len(matched))]).astype(np.int32)
-        errors = {
-            request.request_id: failure
-            for (_, request), failure in zip(matched, failures, strict=True)
-            if failure is not None
-        }
         self.fill_seconds += time.perf_counter() - started
         self.bytes_sent += words.nbytes
         return Masks(rows, words.reshape(-1, self._words), errors)
-
-    def _map(self, function: Callable[[int], Any], items: Sequence[int]) -> Any:
-        if len(items) < _PARALLEL:
-            return map(function, items)
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="matcher")
-        return self._threads.map(function, items)

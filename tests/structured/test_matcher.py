@@ -8,7 +8,7 @@ import pytest
 from jaxserve.structured.config import MatcherLimits
 from jaxserve.structured.dfa import GrammarError, GrammarLimits
 from jaxserve.structured.lark import to_lark
-from jaxserve.structured.matcher import LLTokens, MatcherGrammar, TableMatcher
+from jaxserve.structured.matcher import LLTokens, MatcherGrammar, TableMatcher, Window, fill_windows
 from jaxserve.structured.params import StructuredOutputsParams
 from jaxserve.structured.vocabulary import Vocabulary, legal_ids, unpack_bits
 from jaxserve.structured.worker import compile_grammar
@@ -17,6 +17,8 @@ from tests.structured.schemas import Walker
 
 STOPS = frozenset({EOS})
 WORDS = 10
+AMBIGUOUS = 'start: expr\nexpr: "a" | expr expr\n'  # every "a" costs more than the one before it
+SPARING = MatcherLimits(step_max_items=60)
 SHARED = [
     {"regex": "[a-c]{2,5}(x|yz)*[0-9]?"},
     {"regex": "[^a]{1,6}é*日?"},
@@ -246,17 +248,56 @@ def test_every_request_has_a_matcher_of_its_own(small_tokens):
 
 
 def test_running_out_of_fuel_is_an_error_not_an_end(small_tokens):
-    limits = MatcherLimits(step_max_items=60)
-    text = 'start: expr\nexpr: "a" | expr expr\n'
-
     def use_up() -> None:
-        matcher = MatcherGrammar(small_tokens, text, STOPS, limits).new_matcher()
+        matcher = MatcherGrammar(small_tokens, AMBIGUOUS, STOPS, SPARING).new_matcher()
         for _ in range(60):
             rows(matcher, [97, 97])
             matcher.accept([97])
 
     with pytest.raises(GrammarError):
         use_up()
+
+
+def test_windows_filled_together_equal_windows_filled_alone(small, small_tokens):
+    """Whatever follows the texts, tables or llguidance, and with drafts of any number, illegal ones and stop ids among
+    them. One window uses up its fuel, which is nothing to the others."""
+    rng = np.random.default_rng(0)
+    made = [(backend, kinds) for kinds in SHARED for backend in ("table", "llguidance", "llguidance")]
+    together, alone = ([make(backend, small, small_tokens, **kinds) for backend, kinds in made] for _ in range(2))
+    spent = MatcherGrammar(small_tokens, AMBIGUOUS, STOPS, SPARING).new_matcher()
+    spent.accept([97] * 9)
+    walker = Walker(small, seed=3)
+    num_illegal = 0
+    for _ in range(40):
+        drafts: list[list[int]] = []
+        expected = []
+        for matcher in alone:
+            known = [int(rng.integers(320)) if rng.random() < 0.2 else -1 for _ in range(rng.integers(5))]
+            out = np.zeros((1 + len(known), WORDS), np.uint32)
+            for place, token in enumerate(known):  # a legal one behind those before it
+                if token < 0:
+                    matcher.fill(known[:place], out)
+                    known[place] = walker.draw(out[place], STOPS)
+            legal = matcher.fill(known, out)
+            num_illegal += legal < len(known)
+            drafts.append(known)
+            expected.append(out)
+        filled = [np.zeros_like(out) for out in expected]
+        windows = [Window(*window) for window in zip(together, drafts, filled, strict=True)]
+        errors = fill_windows([*windows, Window(spent, [97] * 4, np.zeros((5, WORDS), np.uint32))])
+        assert errors[:-1] == [None] * len(together)
+        assert isinstance(errors[-1], GrammarError)
+        for mine, theirs in zip(filled, expected, strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+        for number, (one, other) in enumerate(zip(together, alone, strict=True)):
+            if other.is_done:
+                together[number], alone[number] = (make(made[number][0], small, small_tokens, **made[number][1])
+                                                   for _ in range(2))  # fmt: skip
+                continue
+            token = walker.draw(expected[number][0], STOPS)
+            one.accept([token])
+            other.accept([token])
+    assert num_illegal > 100
 
 
 def test_stop_ids_outside_the_vocabulary(small, small_tokens):
