@@ -55,12 +55,20 @@ def gbnf_to_lark(text: str) -> str:
 
 
 def _terminals(rules: dict[str, _Parts]) -> set[str]:
-    """Rules that lead to no rule that leads to itself."""
+    """Rules that lead to no rule that leads to itself. Every use is looked at once: this runs when a request comes."""
     uses = {name: {part[0] for part in body if isinstance(part, tuple)} for name, body in rules.items()}
-    found: set[str] = set()
-    while fresh := {name for name in rules if name not in found and uses[name] <= found}:
-        found |= fresh
-    return found
+    users: dict[str, list[str]] = {}
+    for name, used in uses.items():
+        for other in used:
+            users.setdefault(other, []).append(name)
+    missing = {name: len(used) for name, used in uses.items()}
+    found = [name for name in rules if not missing[name]]
+    for name in found:  # which grows
+        for user in users.get(name, ()):
+            missing[user] -= 1
+            if not missing[user]:
+                found.append(user)
+    return set(found)
 
 
 class _Reader:

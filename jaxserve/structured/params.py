@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from jaxserve.structured.regex_syntax import check_regex
+from jaxserve.structured.regex_syntax import check_regex, strip_anchors
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 _JSON_KINDS = ("json", "json_object")
 BACKENDS = ("auto", "table", "llguidance")
+_TAG_LISTS = ("structures", "triggers")
 MAX_CHARS = 1 << 20  # of the text of a grammar
 MAX_DEPTH = 64  # of nested objects and arrays in a schema
 MAX_CHOICES = 10_000
@@ -42,8 +43,8 @@ class StructuredOutputsParams:
     grammar: Lark, or EBNF as llama.cpp writes it (GBNF).
     structural_tag: free text with tagged sections, as vLLM's JSON: {"structures": [{"begin", "schema", "end"}],
         "triggers": [...]}.
-    whitespace_pattern: regex of what may stand between the tokens of JSON; None is at most one space, so that no model
-        can spin on whitespace.
+    whitespace_pattern: regex of what may stand between the tokens of JSON, "" is nothing; None is at most one space,
+        so that no model can spin on whitespace.
     disable_any_whitespace: JSON with no whitespace between its tokens. Excludes whitespace_pattern.
     disable_additional_properties: objects of a schema that does not say so are closed.
     lenient: keywords of a schema that cannot be enforced are ignored, with a warning, instead of refused. Only the
@@ -98,16 +99,21 @@ class StructuredOutputsParams:
             "backend",
         )
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        return tuple((name, getattr(self, name)) for name in names if getattr(self, name) != defaults[name])
+        given = {name: getattr(self, name) for name in names if getattr(self, name) != defaults[name]}
+        if "whitespace_pattern" in given:
+            given["whitespace_pattern"] = strip_anchors(given["whitespace_pattern"])
+        return tuple(given.items())
 
     def _check_options(self, kind: str) -> None:
         json_only = ("whitespace_pattern", "disable_any_whitespace", "disable_additional_properties", "lenient")
         for name in json_only:
-            if getattr(self, name) and kind not in _JSON_KINDS:
+            if getattr(self, name) not in (None, False) and kind not in _JSON_KINDS:
                 raise ValueError(f"structured_outputs.{name}={getattr(self, name)!r} is for json and json_object only")
         if self.whitespace_pattern is not None:
             if self.disable_any_whitespace:
                 raise ValueError("structured_outputs.whitespace_pattern excludes disable_any_whitespace=True")
+            if not isinstance(self.whitespace_pattern, str):
+                raise ValueError(f"structured_outputs.whitespace_pattern={self.whitespace_pattern!r} must be a string")
             check_regex("structured_outputs.whitespace_pattern", self.whitespace_pattern)
         if self.backend == "table" and kind in ("json_object", "grammar", "structural_tag"):
             raise ValueError(f"structured_outputs.backend='table' cannot hold {kind}: it is not a regular language")
@@ -160,24 +166,33 @@ class StructuredOutputsParams:
         if isinstance(tag, str):
             _not_empty("structural_tag", tag)
             tag = _parse("structural_tag", tag)
-        if not isinstance(tag, dict) or not tag.get("structures") or not tag.get("triggers"):
-            raise ValueError('structured_outputs.structural_tag needs non-empty "structures" and "triggers"')
+        if not isinstance(tag, dict) or not all(isinstance(tag.get(n), list) and tag[n] for n in _TAG_LISTS):
+            raise ValueError('structured_outputs.structural_tag needs the non-empty lists "structures" and "triggers"')
         _check_depth("structural_tag", tag)
         _check_tags(tag)
         return _dump("structural_tag", tag)
 
 
 def _check_tags(tag: dict[str, Any]) -> None:
+    if tag.get("type", "structural_tag") != "structural_tag":
+        raise ValueError(f'structured_outputs.structural_tag: type={tag["type"]!r} must be "structural_tag"')
+    _only_keys(tag, "type", *_TAG_LISTS)
     triggers = tag["triggers"]
     if not all(isinstance(t, str) and t for t in triggers):
         raise ValueError(f"structured_outputs.structural_tag: triggers={triggers!r} must be non-empty strings")
     for part in tag["structures"]:
         if not isinstance(part, dict) or not isinstance(part.get("begin"), str) or not isinstance(part.get("end"), str):
             raise ValueError(f'structured_outputs.structural_tag: {part!r} needs the strings "begin" and "end"')
+        _only_keys(part, "begin", "schema", "end")
         if not isinstance(part.get("schema"), dict):
             raise ValueError(f'structured_outputs.structural_tag: {part["begin"]!r} needs an object as "schema"')
         if not any(part["begin"].startswith(trigger) for trigger in triggers):
             raise ValueError(f"structured_outputs.structural_tag: {part['begin']!r} starts with none of {triggers!r}")
+
+
+def _only_keys(part: dict[str, Any], *known: str) -> None:
+    if unknown := sorted(map(str, set(part) - set(known))):
+        raise ValueError(f"structured_outputs.structural_tag has the keys {unknown}; known are {', '.join(known)}")
 
 
 def _not_empty(field: str, text: str) -> None:

@@ -1,10 +1,12 @@
 """Grammars in EBNF, and structural tags, as llguidance follows them; what parameters refuse."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
+from jaxserve.structured import gbnf
 from jaxserve.structured.dfa import GrammarError
 from jaxserve.structured.gbnf import gbnf_to_lark, is_lark
 from jaxserve.structured.lark import to_lark
@@ -99,6 +101,45 @@ def test_structural_tags(text, whole, small_tokens):
     assert accepts(small_tokens, text, structural_tag=TAG) == whole
 
 
+def test_a_chain_of_rules_is_read_once():
+    """Steps, not seconds: a grammar is translated in the engine's thread."""
+    count = 20_000
+    chain = "\n".join(["root ::= r0", *(f"r{i} ::= r{i + 1}" for i in range(count)), f'r{count} ::= "a"'])
+    steps = 0
+
+    def traced(frame, event, argument):
+        nonlocal steps
+        steps += event == "line"
+        if steps > 100 * count:
+            raise AssertionError("too many steps")
+        return traced
+
+    rules = dict(gbnf._rules(gbnf._Reader(chain)))
+    before = sys.gettrace()
+    sys.settrace(traced)
+    try:
+        terminals = gbnf._terminals(rules)
+    finally:
+        sys.settrace(before)
+    assert terminals == set(rules)
+
+
+def test_rules_that_lead_to_themselves_are_no_terminals():
+    rules = dict(
+        gbnf._rules(gbnf._Reader('root ::= a b\na ::= b b [x]\nb ::= "1"\nc ::= d\nd ::= c | e\ne ::= root c'))
+    )
+    assert gbnf._terminals(rules) == {"root", "a", "b"}
+
+
+def test_a_rule_that_takes_what_follows_it(small_tokens):
+    """The example of docs/structured.md."""
+    greedy = 'root ::= num "\\n" root | num "."\nnum ::= [0-9]+ [ \\n]*'
+    assert accepts(small_tokens, "12.", grammar=greedy)
+    assert not accepts(small_tokens, "1\n2.", grammar=greedy)
+    assert accepts(small_tokens, "1 \n2.", grammar=greedy.replace(" [ \\n]*", " [ ]*"))
+    assert accepts(small_tokens, "1\n2\n", grammar='root ::= (num "\\n")+\nnum ::= [0-9]+ [ \\n]*')
+
+
 def test_bad_words_of_lark():
     with pytest.raises(GrammarError, match="%llguidance"):
         to_lark(Params(grammar='%llguidance {}\nstart: "a"').key())
@@ -118,6 +159,14 @@ def test_bad_words_of_lark():
         ({"json_object": True, "backend": "table"}, "regular"), ({"json": {}, "backend": "x"}, "backend"),
         ({"json": {}, "whitespace_pattern": " ", "disable_any_whitespace": True}, "whitespace_pattern"),
         ({"choice": ["a"] * 10_001}, "10000"), ({"json_object": 1}, "json_object"),
+        ({"json": {}, "whitespace_pattern": 3}, "whitespace_pattern=3 must be a string"),
+        ({"json": {}, "whitespace_pattern": "a^b"}, "whitespace_pattern"),
+        ({"regex": "a", "whitespace_pattern": ""}, "whitespace_pattern"),
+        ({"structural_tag": {**TAG, "triggers": "<fun="}}, "lists"),
+        ({"structural_tag": {**TAG, "structures": {"begin": "<"}}}, "lists"),
+        ({"structural_tag": {**TAG, "at_least_one": True}}, "at_least_one"),
+        ({"structural_tag": {**TAG, "type": "tags"}}, "type='tags'"),
+        ({"structural_tag": {**TAG, "structures": [{**TAG["structures"][0], "style": "x"}]}}, "style"),
     ],
 )  # fmt: skip
 def test_parameters_are_refused_by_name(fields, why):
