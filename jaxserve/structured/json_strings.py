@@ -179,10 +179,17 @@ _DATE = (
     r"|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))"
     rf"|{_LEAP_YEAR}-02-29)"
 )
-_TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,9})?(?:[zZ]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+_TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,32})?(?:[zZ]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 _OCTET = r"(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _LABEL = r"[a-zA-Z0-9](?:[a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
-_ATOM = r"[a-zA-Z0-9!#$%&'*+/=?^_`{|}~-]{1,32}"
+_SHORT_LABEL = r"[a-zA-Z0-9](?:[a-zA-Z0-9-]{0,24}[a-zA-Z0-9])?"
+_ATOM = r"[a-zA-Z0-9!#$%&'*+/=?^_`{|}~-]"
+# A host has at most 253 characters, what stands before an @ at most 64. No table counts these and those of a label, or
+# between two points, at once: so what has more parts has shorter ones.
+_HOST = rf"(?:{_LABEL}(?:\.{_LABEL}){{0,2}}|{_LABEL}(?:\.{_SHORT_LABEL}){{3,7}})"
+_MAILBOX = "|".join(
+    [rf"{_ATOM}{{1,64}}", rf"{_ATOM}{{1,31}}\.{_ATOM}{{1,32}}", rf"{_ATOM}{{1,15}}(?:\.{_ATOM}{{1,15}}){{2,3}}"]
+)
 _UUID = rf"{_HEX}{{8}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{12}}"
 # What may stand between the quotes. All of them are ASCII without quote and backslash.
 FORMATS = {
@@ -191,6 +198,6 @@ FORMATS = {
     "date-time": f"{_DATE}[tT]{_TIME}",
     "uuid": _UUID,
     "ipv4": rf"{_OCTET}(?:\.{_OCTET}){{3}}",
-    "email": rf"{_ATOM}(?:\.{_ATOM})?@{_LABEL}(?:\.{_LABEL}){{1,3}}",
-    "hostname": rf"{_LABEL}(?:\.{_LABEL}){{0,2}}",
+    "email": f"(?:{_MAILBOX})@{_HOST}",
+    "hostname": _HOST,
 }
