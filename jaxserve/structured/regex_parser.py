@@ -133,6 +133,8 @@ class _Parser:
             return Chars(self._escape())
         if char in "*+?{":
             self.fail("a repetition of nothing")
+        if char in "^$":
+            self.fail(f"the anchor {char}")
         self.at += 1
         return Chars(complement([(0x0A, 0x0A)]) if char == "." else ((ord(char), ord(char)),))
 

@@ -46,7 +46,7 @@ def regex_of(key: GrammarKey, limits: GrammarLimits) -> str:
     if key.kind != "json":
         raise NoTableError(f"{key.kind} is not a regular language")
     options = dict(key.options)
-    space = "" if options.get("disable_any_whitespace") else options.get("whitespace_pattern") or DEFAULT_WHITESPACE
+    space = "" if options.get("disable_any_whitespace") else options.get("whitespace_pattern", DEFAULT_WHITESPACE)
     close = bool(options.get("disable_additional_properties"))
     return schema_to_regex(
         json.loads(key.text), whitespace=space, close_objects=close, max_chars=limits.max_regex_chars
