@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from decimal import Decimal
+from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from itertools import groupby
 
 MAX_INTEGER_DIGITS = 32
 MAX_FRACTION_DIGITS = 32
 MAX_EXPONENT_DIGITS = 3
+_DOUBLE_DIGITS = 15
 _DIGITS = f"[0-9]{{0,{MAX_FRACTION_DIGITS - 1}}}"
 _ZEROS = f"0{{0,{MAX_FRACTION_DIGITS - 1}}}"
 _NOT_ZERO = f"{_ZEROS}[1-9]{_DIGITS}"
@@ -61,6 +62,18 @@ def _same_length(low: str, high: str) -> str:
     if int(high[0]) - int(low[0]) > 1:
         options.append(f"{_digit(int(low[0]) + 1, int(high[0]) - 1)}[0-9]{{{rest}}}")
     return f"(?:{'|'.join(options)})"
+
+
+def closed_bound(bound: Decimal, included: bool, up: bool) -> Decimal:
+    """The closest decimal within a bound, a lower one if `up`, of as many digits as all doubles tell apart.
+
+    Numbers are read as doubles: 0.99999999999999999999 is below 1 and read as 1. What is up to a decimal is read as at
+    most what the decimal is read as, and that is within the bound.
+    """
+    context = Context(prec=_DOUBLE_DIGITS, rounding=ROUND_CEILING if up else ROUND_FLOOR)
+    if included:
+        return context.plus(bound)
+    return context.next_plus(bound) if up else context.next_minus(bound)
 
 
 def _digit(low: int, high: int) -> str:

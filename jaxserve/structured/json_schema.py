@@ -18,7 +18,13 @@ from urllib.parse import unquote
 
 from jaxserve.structured.dfa import GrammarError, LimitError, NoTableError
 from jaxserve.structured.json_disjoint import disjoint, types_of
-from jaxserve.structured.json_numbers import alternatives, integer_range, number_range
+from jaxserve.structured.json_numbers import (
+    MAX_INTEGER_DIGITS,
+    alternatives,
+    closed_bound,
+    integer_range,
+    number_range,
+)
 from jaxserve.structured.json_strings import FORMATS, enclosed, literal, pattern, string
 
 DEFAULT_WHITESPACE = "[ ]?"
@@ -36,6 +42,7 @@ _OF_TYPE = {
     "null": set(),
 }
 _TYPED = set().union(*_OF_TYPE.values())
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 
 
 class Unsupported(NoTableError):
@@ -187,10 +194,24 @@ class _Emitter:
         low, high, low_included, high_included = _bounds(schema)
         first = None if low is None else math.ceil(low) + (not low_included and low == math.ceil(low))
         last = None if high is None else math.floor(high) - (not high_included and high == math.floor(high))
+        self._check_size(schema, first, last)
         return integer_range(first, last)
 
     def _number(self, schema: dict[str, Any]) -> str | None:
-        return number_range(*_bounds(schema))
+        low, high, low_included, high_included = _bounds(schema)
+        if low is not None and _is_crossed(low, low_included):
+            low, low_included = closed_bound(low, low_included, up=True), True
+        if high is not None and _is_crossed(high, high_included):
+            high, high_included = closed_bound(high, high_included, up=False), True
+        self._check_size(schema, low, high)
+        return number_range(low, high, low_included, high_included)
+
+    @staticmethod
+    def _check_size(schema: dict[str, Any], low: Decimal | int | None, high: Decimal | int | None) -> None:
+        size = 10**MAX_INTEGER_DIGITS
+        if (low is not None and low >= size) or (high is not None and high <= -size):
+            name = next(n for n in _BOUNDS if schema.get(n) is not None and abs(schema[n]) >= size // 10)
+            raise Unsupported(name, f"a number has at most {MAX_INTEGER_DIGITS} digits")
 
     def _string(self, schema: dict[str, Any]) -> str | None:
         low, high = _count(schema, "minLength"), _count(schema, "maxLength")
@@ -329,6 +350,8 @@ def _item_schemas(schema: dict[str, Any]) -> tuple[list[Any], Any]:
     """Of the first places, and of all others. Drafts before 2020-12 write both as `items` and `additionalItems`."""
     items = schema.get("items", True)
     if isinstance(items, list):
+        if "prefixItems" in schema:
+            raise Unsupported("prefixItems", "not enforced beside a list of items")
         return items, schema.get("additionalItems", True)
     if "additionalItems" in schema:
         raise Unsupported("additionalItems", "not enforced without a list of items")
@@ -344,12 +367,18 @@ def _count(schema: dict[str, Any], name: str) -> int | None:
     return int(value)
 
 
+def _is_crossed(bound: Decimal, included: bool) -> bool:
+    """Whether a number within the bound may be read as a double past it. Not next to 0, where doubles are denser than
+    the decimals that are written; nor where the bound is itself a double and allowed."""
+    return bool(bound) if not included else abs(bound) >= 1 << 53
+
+
 def _bounds(schema: dict[str, Any]) -> tuple[Decimal | None, Decimal | None, bool, bool]:
     """low, high, whether low is included, whether high is."""
     if schema.get("multipleOf", 1) != 1 or ("multipleOf" in schema and schema["type"] != "integer"):
         raise Unsupported("multipleOf", "not enforced")
     values = {}
-    for name in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
+    for name in _BOUNDS:
         value = schema.get(name)
         if isinstance(value, bool):
             raise Unsupported(name, "true and false, of draft 4, are not enforced")
