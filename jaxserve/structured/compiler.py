@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -20,6 +21,7 @@ from jaxserve.structured.vocabulary import Vocabulary
 from jaxserve.structured.worker import TABLE_KINDS, TableWorker
 
 Grammar = TokenTable | MatcherGrammar
+_LOGGER = logging.getLogger("jaxserve")
 
 
 class _Job(NamedTuple):
@@ -118,9 +120,12 @@ class GrammarCompiler:
         with self._made:
             self._tokens = self._tokens or LLTokens(vocabulary)
         try:
-            return MatcherGrammar(
+            made = MatcherGrammar(
                 self._tokens, to_lark(job.key), job.stop_ids, self.config.matcher_limits, job.key.is_json
             )
+            for warning in made.warnings:  # only `lenient` ignores anything
+                _LOGGER.warning("structured_outputs.%s: %s", job.key.kind, warning)
+            return made
         except GrammarError as error:
             if no_table is None:
                 raise
