@@ -17,6 +17,7 @@ from tests.structured.schemas import Walker
 
 STOPS = frozenset({EOS})
 WORDS = 10
+NUMBER = {"type": "number"}
 AMBIGUOUS = 'start: expr\nexpr: "a" | expr expr\n'  # every "a" costs more than the one before it
 SPARING = MatcherLimits(step_max_items=60)
 SHARED = [
@@ -29,6 +30,13 @@ SHARED = [
               "required": ["a"], "additionalProperties": False}},
     {"json": {"anyOf": [{"type": "string"}, {"type": "null"}]}},
     {"json": {"type": "integer", "minimum": 3, "maximum": 1200}},
+    {"json": NUMBER},
+    {"json": {"type": "string", "pattern": "^[a-c]{2,4}é?x$"}},
+    {"json": {"type": "string", "format": "date"}},
+    {"json": {"type": "string", "minLength": 2, "maxLength": 5}},
+    {"json": {"type": "object", "properties": {"a": {"type": "object", "properties": {"k": {"type": "boolean"}},
+              "required": ["k"], "additionalProperties": False}, "b": {"type": "null"}}, "required": ["b"],
+              "additionalProperties": False}},
 ]  # fmt: skip
 
 
@@ -132,7 +140,7 @@ def test_tables_equal_llguidance(kinds, small, small_tokens):
     second space in an empty array, and count an escaped pair of surrogates as the one character that it is. Within an
     escape llguidance offers less: not \\/, and by \\u of ASCII only what has to be written like this."""
     table = compile_grammar(key_of(**kinds), small, STOPS, GrammarLimits())
-    grammar = MatcherGrammar(small_tokens, to_lark(key_of(**kinds)), STOPS)
+    grammar = MatcherGrammar(small_tokens, to_lark(key_of(**kinds)), STOPS, is_json="json" in kinds)
     walker, steps = Walker(small, seed=1), 0
     mine, theirs = np.empty((1, WORDS), np.uint32), np.empty((1, WORDS), np.uint32)
     while steps < 100_000 / len(SHARED):
@@ -146,7 +154,9 @@ def test_tables_equal_llguidance(kinds, small, small_tokens):
                 mine &= theirs
             differ = set(legal_ids(mine[0] ^ theirs[0], len(small)))
             assert not differ - {0}, (steps, [small.token_bytes[t] for t in differ])
-            assert one.exhausted == other.exhausted
+            if one.exhausted != other.exhausted:  # llguidance would take more digits than are offered
+                assert kinds == {"json": NUMBER}
+                assert legal_ids(theirs[0], len(small)) == [EOS]
             token = walker.draw(mine[0], STOPS)
             text += small.token_bytes[token] or b""
             one.accept([token])
@@ -186,9 +196,6 @@ def stubborn(matcher, small, first: bytes, wanted: bytes) -> bytes:
         matcher.accept([token])
         text += small.token_bytes[token] or b""
     return text
-
-
-NUMBER = {"type": "number"}
 
 
 @pytest.mark.parametrize(
