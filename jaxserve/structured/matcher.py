@@ -335,6 +335,8 @@ def _readable(error: str) -> str:
     lines = [line.rstrip() for line in error.split("<backtrace>")[0].splitlines() if line.strip()]
     if not lines:
         return "llguidance failed"
+    if lines[0] == "NoExtensionBias":
+        return "no token of this vocabulary can follow"
     _, of_schema, why = lines[0].partition("failed to compile JSON schema: ")
     if of_schema:
         return f"JSON Schema: {why}"

@@ -92,6 +92,63 @@ def test_enable_in_reasoning(make_engine: MakeEngine, generate: Generate) -> Non
         assert generate(engine, [3, THINK], params).outputs[0].text[:3] in ("foo", "bar")
 
 
+FOO = SpelledTokenizer().encode("foo foo bar")
+LONG_END = (SPELLED.index("<"), SPELLED.index("/"), SPELLED.index(">"))
+LOOKUP: dict[str, dict[str, Any]] = {
+    "ngram": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2},
+    "suffix": {"method": "suffix", "num_speculative_tokens": 3},
+}
+
+
+def thought(make_engine: MakeEngine, drive: Drive, speculation: dict[str, Any] | None) -> tuple[dict[str, Any], Any]:
+    """Outputs that think, with an end marker of three tokens that the prompt has shown before, and words behind it."""
+    engine = make_engine(
+        spelled_model(),
+        SpelledTokenizer(),
+        max_num_seqs=4,
+        reasoning_config=ReasoningConfig(start=[THINK], end=LONG_END),
+        structured_outputs_config={"num_forced_tokens": 0},
+        speculative_config=speculation,
+    )
+    likely = dict.fromkeys(LONG_END, 5.0) | {THINK: -99, EOS: -99, EOT: -99}
+    for seed in range(8):
+        for name, kind in KINDS.items():
+            for budget in (None, 6):
+                prompt = [3, *LONG_END, *FOO, 4, *LONG_END, *FOO, THINK, seed]
+                params = SamplingParams(
+                    seed=seed, max_tokens=50, thinking_token_budget=budget, logit_bias=likely, structured_outputs=kind
+                )
+                engine.add_request(f"{name} {seed} {budget}", prompt, params)
+    return {name: output.outputs[0] for name, output in drive(engine).items()}, engine.stats()
+
+
+@pytest.fixture(scope="module")
+def thought_plainly(make_engine: MakeEngine, drive: Drive) -> dict[str, Any]:
+    return thought(make_engine, drive, None)[0]
+
+
+@pytest.mark.parametrize("method", LOOKUP)
+def test_drafts_across_a_long_end_of_thinking(
+    make_engine: MakeEngine, drive: Drive, thought_plainly: dict[str, Any], method: str
+) -> None:
+    outputs, stats = thought(make_engine, drive, LOOKUP[method])
+    begun = 0
+    for name, output in outputs.items():
+        assert output.error is None
+        assert output.token_ids == thought_plainly[name].token_ids, name
+        tokens = tuple(output.token_ids)
+        end = next((i for i in range(3, len(tokens) + 1) if tokens[i - 3 : i] == LONG_END), None)
+        if end is None:
+            continue
+        begun += 1
+        text = "".join(SPELLED[t] for t in tokens[end:] if t not in (EOS, EOT))
+        left = text.replace("foo", "").replace("bar", "")
+        assert left == "x" if output.finish_reason == "stop" else left in ("", "f", "fo", "b", "ba")
+    assert begun > 16
+    assert stats.grammar_violations == 0
+    assert stats.speculation.num_accepted_tokens > 20
+
+
 # ---- ending
 
 
