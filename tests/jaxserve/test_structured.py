@@ -101,6 +101,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "suffix": {"speculative_config": {"method": "suffix", "num_speculative_tokens": 3}},
     "no room": {"structured_outputs_config": {"num_forced_tokens": 0, "pool_bytes": 2 << 16}},
     "preempted": {"num_blocks": 9, **NO_DRAFTS, "watermark": 0.0},
+    "preempted, forced": {"num_blocks": 9, "structured_outputs_config": {"num_forced_tokens": 3}, "watermark": 0.0},
+    "preempted, suffix": {
+        "num_blocks": 9,
+        "speculative_config": {"method": "suffix", "num_speculative_tokens": 3},
+        "watermark": 0.0,
+    },
 }
 
 
@@ -118,7 +124,7 @@ def served(
             stats = engine.stats()
             assert not stats.grammar_violations
             assert stats.scheduler.kv_usage == 0
-            assert bool(stats.scheduler.num_preemptions) == (setting == "preempted")
+            assert bool(stats.scheduler.num_preemptions) == setting.startswith("preempted")
             engine.shutdown()
         return done[setting]
 
