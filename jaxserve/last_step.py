@@ -69,7 +69,13 @@ def sample(
         with jax.named_scope("grammar"):
             states = _grammar_states(parts, grammars, window, state.grammar_state[:b])
             words = allowed_words(grammars, rows.grammar.classes, states)
-            used = used & legal_prefix(words, window.drafts)
+            legal = legal_prefix(words, window.drafts)
+            if state.draft_logits is not None:
+                # A draft that was drawn has to be rejected, not left out: its place is then drawn from p less q. The
+                # row behind it is not drawn from.
+                words = jnp.where(legal[..., None], words, jnp.uint32(0xFFFFFFFF))
+                legal = jnp.pad(legal[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+            used = used & legal
             drafts_left = jnp.where(used[:, 1:], window.drafts, -1)
             window = replace(window, drafts=drafts_left, used=used, allowed=words)
     own = (state.use,) if state.draft_logits is None else (state.use, state.draft_logits)

@@ -13,6 +13,7 @@ from scipy import stats
 from jaxserve import LogitsProcessor, RequestOutputKind, Row, SamplingParams
 from jaxserve.speculative.draft_model import DraftModelProposer
 from models import MarkovLM
+from tests.jaxserve.spelled import EOS, PADDED, SPELLED, SpelledTokenizer
 
 V = 12
 PROMPTS = [[1, 2], [3], [4, 5, 4, 5], [1], [7, 8, 9, 7, 8, 9, 7, 8]]
@@ -184,6 +185,43 @@ def test_the_joint_distribution_is_the_targets(
     p = stats.chisquare(counts[exact > 0], count * exact[exact > 0]).pvalue
     assert p > 1e-4, p
     assert engine.stats().speculation.num_accepted_tokens > count * 0.1
+
+
+@pytest.mark.parametrize("backend", ["table", "llguidance"])
+@pytest.mark.parametrize("method", ["standard", "block"])
+def test_the_joint_distribution_under_a_grammar(make_engine: Any, drive: Any, method: str, backend: str) -> None:
+    """Drafts that are drawn without regard to the grammar, half of which are illegal."""
+    count, legal = 2_000, [SPELLED.index(c) for c in "wxyz"]
+    random = np.random.default_rng(4)
+    table, draft_table = (1.2 * random.standard_normal((2, PADDED, PADDED))).astype(np.float32)
+    draft_table[:, [*legal, *range(4)]] += 5
+
+    def proposer(config: Any, target: Any) -> DraftModelProposer:
+        return DraftModelProposer(MarkovLM(draft_table), config.max_drafts, PADDED, config.probabilistic)
+
+    engine = make_engine(
+        MarkovLM(table, eos_token_ids=(EOS,)), SpelledTokenizer(), max_num_seqs=32, max_model_len=32,
+        speculative_config={
+            "method": "custom", "proposer": proposer, "num_speculative_tokens": 2,
+            "draft_sample_method": "probabilistic", "rejection_sample_method": method,
+        },
+    )  # fmt: skip
+    params = SamplingParams(
+        n=count, seed=12, max_tokens=8, output_kind=RequestOutputKind.FINAL_ONLY,
+        structured_outputs={"regex": "[wxyz]{3}", "backend": backend},
+    )  # fmt: skip
+    engine.add_request("many", [1], params)
+    counts = np.zeros((len(legal),) * 3)
+    for output in drive(engine, max_steps=100_000)["many"].outputs:
+        counts[tuple(legal.index(token) for token in output.token_ids[:3])] += 1
+    weights = np.exp(table[:, legal].astype(np.float64))
+    after = weights / weights.sum(1, keepdims=True)
+    exact = np.einsum("a,ab,bc->abc", after[1], after[legal], after[legal])
+    assert counts.sum() == count
+    p = stats.chisquare(counts.ravel(), count * exact.ravel()).pvalue
+    assert p > 1e-4, p
+    found = engine.stats().speculation
+    assert count * 0.1 < found.num_accepted_tokens < found.num_draft_tokens * 0.8
 
 
 def test_synthetic_acceptance_has_the_rates_asked_for(make_engine: Any, random_markov: Any, drive: Any) -> None:
