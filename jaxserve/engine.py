@@ -194,6 +194,7 @@ class EngineCore:
         else:
             waited = self._collect(previous, outputs)
             outputs += self._sample(flight)
+        outputs += self._outputs.flush()
         if flight is None and previous is None:
             if self.scheduler.has_unfinished():
                 time.sleep(0.001)  # everyone waits for something outside, a grammar being compiled
@@ -260,11 +261,13 @@ class EngineCore:
             if result.stop is not None:
                 request.stop_reason = result.stop.stop
                 self.scheduler.finish(request, RequestStatus.FINISHED_STOPPED)
+            if result.failed:
+                self.scheduler.finish(request, RequestStatus.FINISHED_ERROR)
             if self._suffix is not None and request.status.is_finished:
                 self._suffix.add_finished(request.output_token_ids)
             if result.output is not None:
                 outputs.append(result.output)
-        return outputs + self._outputs.flush()
+        return outputs
 
     def _seconds_of(self, scheduled: SchedulerOutput) -> float | None:
         """What a collected step took: the time since the one before it, where neither was more than a decode."""
@@ -283,10 +286,15 @@ class EngineCore:
         """End the requests whose grammar turned out not to compile."""
         if not self._compiling:
             return []
-        done = [r for r in self._compiling if not r.awaits_grammar or r.status.is_finished]
-        self._compiling = [r for r in self._compiling if r not in done]
-        failed = [(r, r.constraint.error) for r in done if r.constraint is not None and not r.awaits_grammar]
-        return [output for request, error in failed if error is not None for output in self._fail(request, error)]
+        compiling, self._compiling = self._compiling, []
+        outputs = []
+        for request in compiling:
+            if request.awaits_grammar and not request.status.is_finished:
+                self._compiling.append(request)
+            elif request.constraint is not None and not request.awaits_grammar:
+                error = request.constraint.error
+                outputs += [] if error is None else self._fail(request, error)
+        return outputs
 
     def _fail(self, request: Request, message: str) -> list[RequestOutput]:
         """End a request with an error."""

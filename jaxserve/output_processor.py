@@ -16,10 +16,12 @@ from jaxserve.sampling_params import RequestOutputKind, SamplingParams
 
 
 class Processed(NamedTuple):
-    """output: to be handed to the user now, if any. stop: the engine must finish the request with this match."""
+    """output: to be handed to the user now, if any. stop: the engine must finish the request with this match. failed:
+    the engine must finish the request, whose output ends with an error."""
 
     output: RequestOutput | None
     stop: StopMatch | None
+    failed: bool = False
 
 
 @dataclass(slots=True)
@@ -104,10 +106,11 @@ class OutputProcessor:
         parent = self._parents.get(name)
         if request_id in self._sequences or (parent is not None and index in parent.sequences):
             raise ValueError(f"request id {request_id!r} is in use")
+        detokenizer = self._detokenizer(prompt_token_ids, params)
         if parent is None:
             parent = _Parent(name, prompt, prompt_token_ids, params, RequestMetrics(arrival_time))
             self._parents[name] = parent
-        sequence = _Sequence(request_id, index, parent, self._detokenizer(prompt_token_ids, params))
+        sequence = _Sequence(request_id, index, parent, detokenizer)
         parent.sequences[index] = sequence
         self._sequences[request_id] = sequence
 
@@ -123,14 +126,36 @@ class OutputProcessor:
         logprobs: of each new token, where the request wants them. window: drafts that the step verified for it, and
         tokens that it gave, also those after an end that only the host knows. A stop string that matches wins over any
         other end: the request then ends with the first `stop.num_tokens` of the new tokens. Requests unknown here
-        (aborted meanwhile) give nothing.
+        (aborted meanwhile) give nothing. A tokenizer that raises ends the request with an error: it may be a user's.
         """
         sequence = self._sequences.get(request.request_id)
         if sequence is None:
             return Processed(None, None)
+        sequence.parent.metrics.add_window(*window)
+        stop, error = None, request.error
+        try:
+            stop = self._take_in(sequence, request, new_token_ids, logprobs)
+        except Exception as raised:
+            error = f"the tokenizer failed: {type(raised).__name__}: {raised}"
+        if stop is not None:
+            self._finish(sequence, "stop", stop.stop)
+        elif error is not None and request.error is None:
+            self._finish(sequence, "error", error=error)
+        elif request.status.is_finished:
+            self._finish(sequence, request.status.finish_reason, request.stop_reason, error)
+        _update_metrics(sequence, request)
+        return Processed(self._emit(sequence), stop, failed=error is not None)
+
+    def _take_in(
+        self,
+        sequence: _Sequence,
+        request: Request,
+        new_token_ids: list[int],
+        logprobs: Sequence[TokenLogprobs] | None,
+    ) -> StopMatch | None:
+        """Adds tokens to a sequence, up to a stop string; and the prompt's scores to its parent."""
         if request.scores is not None and request.scores.is_complete:
             self._add_prompt_logprobs(sequence.parent, request.scores)
-        sequence.parent.metrics.add_window(*window)
         stop = None
         if sequence.detokenizer is not None and new_token_ids:
             stop = sequence.detokenizer.push(new_token_ids, hidden_last=_is_hidden(request, new_token_ids[-1]))
@@ -138,12 +163,7 @@ class OutputProcessor:
         sequence.token_ids += new_token_ids[:num_tokens]
         if logprobs is not None:
             self._add_logprobs(sequence, new_token_ids[:num_tokens], logprobs)
-        if stop is not None:
-            self._finish(sequence, "stop", stop.stop)
-        elif request.status.is_finished:
-            self._finish(sequence, request.status.finish_reason, request.stop_reason, request.error)
-        _update_metrics(sequence, request)
-        return Processed(self._emit(sequence), stop)
+        return stop
 
     def flush(self) -> list[RequestOutput]:
         """The outputs of requests with n > 1 that changed since the last call, one each."""

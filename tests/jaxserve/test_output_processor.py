@@ -11,6 +11,7 @@ from jaxserve.output_processor import OutputProcessor
 from jaxserve.outputs import Logprob, RequestOutput
 from jaxserve.request import Request, RequestStatus
 from jaxserve.sampling_params import RequestOutputKind, SamplingParams
+from tests.jaxserve.spelled import SpelledTokenizer, spelled_model
 from tests.jaxserve.test_detokenizer import byte_tokenizer
 
 CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
@@ -290,3 +291,32 @@ def test_cost_for_64_requests() -> None:
         processor.flush()
         times.append(time.perf_counter() - start)
     assert min(times) < 2e-3
+
+
+def test_a_tokenizer_that_raises_ends_its_request_alone(make_engine: Any, alphabet: Any, drive: Any) -> None:
+    class Picky:
+        all_special_ids = ()
+
+        def __len__(self) -> int:
+            return alphabet.vocab_size
+
+        def decode(self, ids: Any, skip_special_tokens: bool = False) -> str:
+            if 3 in ids:
+                raise RuntimeError("no such token")
+            return "x" * len(ids)
+
+    engine = make_engine(alphabet, Picky(), structured_outputs_config=None)
+    for name, token in (("bad", 3), ("good", 2)):
+        engine.add_request(name, [1], SamplingParams(temperature=0, max_tokens=4, allowed_token_ids=[token]))
+    outputs = {name: output.outputs[0] for name, output in drive(engine).items()}
+    assert outputs["bad"].finish_reason == "error"
+    assert "no such token" in outputs["bad"].error
+    assert (outputs["good"].finish_reason, len(outputs["good"].token_ids)) == ("length", 4)
+
+
+def test_several_outputs_whose_grammar_does_not_compile(make_engine: Any, drive: Any) -> None:
+    engine = make_engine(spelled_model(), SpelledTokenizer())
+    params = SamplingParams(n=2, structured_outputs={"grammar": "start: ghost"})
+    engine.add_request("many", [1], params)
+    outputs = drive(engine)["many"].outputs
+    assert [output.finish_reason for output in outputs] == ["error"] * 2
