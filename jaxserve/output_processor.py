@@ -139,10 +139,10 @@ class OutputProcessor:
             error = f"the tokenizer failed: {type(raised).__name__}: {raised}"
         if stop is not None:
             self._finish(sequence, "stop", stop.stop)
-        elif error is not None and request.error is None:
+        elif error is not None:
             self._finish(sequence, "error", error=error)
         elif request.status.is_finished:
-            self._finish(sequence, request.status.finish_reason, request.stop_reason, error)
+            self._finish(sequence, request.status.finish_reason, request.stop_reason)
         _update_metrics(sequence, request)
         return Processed(self._emit(sequence), stop, failed=error is not None)
 

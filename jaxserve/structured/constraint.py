@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxserve.structured.matcher import ALL, Matcher, MatcherGrammar, TableMatcher, Window
+from jaxserve.structured.matcher import ALL, Matcher, Window, new_matcher
 from jaxserve.structured.table import START, TokenTable
 
 if TYPE_CHECKING:
@@ -60,8 +60,7 @@ class Constraint:
         """From now on a matcher follows the output; it is told what there is of it."""
         if self._matcher is not None:
             return
-        grammar = self._compiled.result()
-        self._matcher = grammar.new_matcher() if isinstance(grammar, MatcherGrammar) else TableMatcher(grammar)
+        self._matcher = new_matcher(self._compiled.result())
         first = self._first_token(request)
         self._begun = first is not None
         known = request.token_ids

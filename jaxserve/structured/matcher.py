@@ -58,32 +58,33 @@ class Window(NamedTuple):
     out: np.ndarray  # [1+len(drafts), W] uint32
 
 
-def fill_windows(windows: Sequence[Window]) -> list[GrammarError | None]:
+def fill_windows(windows: Sequence[Window]) -> list[int | GrammarError]:
     """Matcher.fill for each window, of one vocabulary, side by side: the matchers of llguidance are at the same row of
-    their windows, and it computes their masks in threads of its own. Returns the errors."""
-    errors: list[GrammarError | None] = [None] * len(windows)
+    their windows, and it computes their masks in threads of its own. Returns what `fill` returns or raises."""
+    results: list[int | GrammarError] = [0] * len(windows)
     going: dict[int, Filling] = {}
     for number, (matcher, drafts, out) in enumerate(windows):
         if isinstance(matcher, LLGuidanceMatcher):
             going[number] = matcher.filling(drafts, out)
         else:
             try:
-                matcher.fill(drafts, out)
+                results[number] = matcher.fill(drafts, out)
             except GrammarError as error:
-                errors[number] = error
+                results[number] = error
     masks: dict[int, np.ndarray | None] = dict.fromkeys(going)
     while going:
         asking: dict[int, LLGuidanceMatcher] = {}
         for number, filling in list(going.items()):
             try:
                 asking[number] = filling.send(masks[number])
-            except StopIteration:
+            except StopIteration as end:
+                results[number] = end.value
                 del going[number]
             except GrammarError as error:
-                errors[number] = error
+                results[number] = error
                 del going[number]
         masks = dict(zip(asking, compute_masks(list(asking.values())), strict=True)) if asking else {}
-    return errors
+    return results
 
 
 class LLTokens:
@@ -187,13 +188,10 @@ class LLGuidanceMatcher:
         return self._done or (self._matcher.is_stopped() and not self._matcher.is_error())
 
     def fill(self, drafts: Sequence[int], out: np.ndarray) -> int:
-        filling = self.filling(drafts, out)
-        mask = None
-        while True:
-            try:
-                mask = compute_masks([filling.send(mask)])[0]
-            except StopIteration as end:
-                return end.value
+        (result,) = fill_windows([Window(self, drafts, out)])
+        if isinstance(result, GrammarError):
+            raise result
+        return result
 
     def filling(self, drafts: Sequence[int], out: np.ndarray) -> Filling:
         """`fill`, which yields this matcher whenever it has to be sent the mask that llguidance computes for it."""
@@ -324,6 +322,11 @@ class TableMatcher:
 
     def forced(self, max_tokens: int) -> list[int]:
         return forced_by_table(self._table, self._state, max_tokens)
+
+
+def new_matcher(grammar: MatcherGrammar | TokenTable) -> Matcher:
+    """At the beginning of a text."""
+    return grammar.new_matcher() if isinstance(grammar, MatcherGrammar) else TableMatcher(grammar)
 
 
 def _has(mask: np.ndarray, token: int) -> bool:

@@ -12,6 +12,7 @@ import numpy as np
 from jaxserve.programs import Programs
 from jaxserve.request import Request, RequestStatus
 from jaxserve.structured.device import FREE, ON_HOST, Grammars
+from jaxserve.structured.dfa import GrammarError
 from jaxserve.structured.matcher import ALL, Window, fill_windows
 from jaxserve.structured.pool import CHUNK, GrammarPool, PooledTable, uploads
 
@@ -90,10 +91,10 @@ class GrammarTables:
             if (window := request.constraint.window(known, words[number])) is not None:
                 windows[number] = window
         errors = {}
-        for number, error in zip(windows, fill_windows(list(windows.values())), strict=True):
-            if error is not None:
+        for number, result in zip(windows, fill_windows(list(windows.values())), strict=True):
+            if isinstance(result, GrammarError):
                 words[number] = ALL
-                errors[matched[number][1].request_id] = f"structured_outputs: {error}"
+                errors[matched[number][1].request_id] = f"structured_outputs: {result}"
         slots = np.repeat([row for row, _ in matched], width)
         rows = np.stack([slots, np.tile(np.arange(width), len(matched))]).astype(np.int32)
         self.fill_seconds += time.perf_counter() - started

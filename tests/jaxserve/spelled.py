@@ -19,12 +19,15 @@ THINK, END = SPELLED.index("<think>"), SPELLED.index("</think>")
 
 
 class SpelledTokenizer:
-    """Greedy longest matches over SPELLED; the ids behind them are special."""
+    """Greedy longest matches over the tokens `spelled`; the two ids behind them end a text."""
 
-    all_special_ids = (THINK, END, EOS, EOT)
+    def __init__(self, spelled: Sequence[str] = SPELLED) -> None:
+        self._spelled = list(spelled)
+        markers = [i for i, token in enumerate(self._spelled) if token in ("<think>", "</think>")]
+        self.all_special_ids = (*markers, len(self._spelled), len(self._spelled) + 1)
 
     def __len__(self) -> int:
-        return len(SPELLED) + 2
+        return len(self._spelled) + 2
 
     def __call__(self, text: str) -> dict[str, list[int]]:
         return {"input_ids": self.encode(text)}
@@ -32,13 +35,13 @@ class SpelledTokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         ids = []
         while text:
-            token = max((t for t in SPELLED if text.startswith(t)), key=len)
-            ids.append(SPELLED.index(token))
+            token = max((t for t in self._spelled if text.startswith(t)), key=len)
+            ids.append(self._spelled.index(token))
             text = text[len(token) :]
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        return "".join("" if i >= EOS else SPELLED[i] for i in ids)
+        return "".join("" if i >= len(self._spelled) else self._spelled[i] for i in ids)
 
 
 def spelled_model() -> models.MarkovLM:

@@ -14,25 +14,12 @@ from jaxserve.structured.dfa import GrammarError, GrammarLimits, NoTableError, c
 from jaxserve.structured.json_guided import closed
 from jaxserve.structured.json_schema import schema_to_regex
 from jaxserve.structured.lark import to_lark
-from jaxserve.structured.matcher import LLTokens, Matcher, MatcherGrammar, TableMatcher
+from jaxserve.structured.matcher import LLTokens, Matcher, MatcherGrammar
 from jaxserve.structured.params import StructuredOutputsParams
 from jaxserve.structured.vocabulary import Vocabulary, legal_ids
 from jaxserve.structured.worker import compile_grammar
-from tests.structured.conftest import EOS
+from tests.structured.conftest import EOS, STOPS, guided_matcher, table_matcher
 from tests.structured.schemas import NAMES, Walker, random_schema, with_definitions
-
-STOPS = frozenset({EOS})
-
-
-def guided(tokens: LLTokens, schema: Any, **options: Any) -> Matcher:
-    key = StructuredOutputsParams(json=schema, backend="llguidance", **options).key()
-    return MatcherGrammar(tokens, to_lark(key), STOPS, is_json=True).new_matcher()
-
-
-def table(vocabulary: Vocabulary, schema: Any, **options: Any) -> Matcher:
-    return TableMatcher(
-        compile_grammar(StructuredOutputsParams(json=schema, **options).key(), vocabulary, STOPS, GrammarLimits())
-    )
 
 
 def accepts(matcher: Matcher, text: str) -> bool:
@@ -65,7 +52,7 @@ CONTROL = {"type": "object", "properties": {"c\x01": {"type": "integer"}, 'q"\\'
     ],
 )
 def test_a_key_has_one_spelling(small_tokens: LLTokens, schema: Any, text: str, legal: bool) -> None:
-    assert accepts(guided(small_tokens, schema), text) == legal
+    assert accepts(guided_matcher(small_tokens, json=schema), text) == legal
 
 
 def test_a_key_has_one_spelling_within_structural_tags(small_tokens: LLTokens) -> None:
@@ -92,7 +79,7 @@ def test_no_token_writes_another_spelling(smollm: Vocabulary, smollm_tokens: LLT
 def test_strings_keep_their_escapes_where_no_key_is_at_stake(small_tokens: LLTokens) -> None:
     for schema in ({"type": "string"}, {"type": "object"}, {**OPEN, "additionalProperties": False}):
         text = r'"\u0001"' if schema["type"] == "string" else r'{"a":1}' if "properties" in schema else r'{"\u0001":2}'
-        assert accepts(guided(small_tokens, schema), text)
+        assert accepts(guided_matcher(small_tokens, json=schema), text)
 
 
 def walk_spelling(matcher: Matcher, walker: Walker, rng: random.Random) -> tuple[bytes, bool]:
@@ -126,7 +113,7 @@ def test_keys_spelled_by_escapes_do_not_evade_random_schemas(small: Vocabulary, 
         if rng.random() < 0.3:
             schema["patternProperties"] = {"^[a-k]": {"type": "null"}}
         try:
-            matcher = guided(small_tokens, schema)
+            matcher = guided_matcher(small_tokens, json=schema)
         except GrammarError:
             continue
         text, whole = walk_spelling(matcher, walker, rng)
@@ -157,7 +144,7 @@ def test_no_number_is_read_past_its_bound(
     small: Vocabulary, small_tokens: LLTokens, bounds: Any, legal: list[str], illegal: list[str]
 ) -> None:
     schema = {"type": "number", **bounds}
-    for make in (lambda: table(small, schema), lambda: guided(small_tokens, schema)):
+    for make in (lambda: table_matcher(small, json=schema), lambda: guided_matcher(small_tokens, json=schema)):
         assert [text for text in legal if not accepts(make(), text)] == []
         assert [text for text in illegal if accepts(make(), text)] == []
     for text in legal:
@@ -167,7 +154,7 @@ def test_no_number_is_read_past_its_bound(
 def test_inclusive_bounds_leave_all_digits(small: Vocabulary) -> None:
     schema = {"type": "number", "minimum": 0, "maximum": 0.8444218515250481}
     for text in ("0.8444218515250481", "0.12345678901234567"):
-        assert accepts(table(small, schema), text)
+        assert accepts(table_matcher(small, json=schema), text)
 
 
 def test_random_numbers_next_to_an_excluded_bound() -> None:
@@ -231,7 +218,7 @@ INVALID = {
 @pytest.mark.parametrize("name", VALID)
 def test_values_of_formats(small: Vocabulary, small_tokens: LLTokens, name: str) -> None:
     schema = {"type": "string", "format": name}
-    for make in (lambda: table(small, schema), lambda: guided(small_tokens, schema)):
+    for make in (lambda: table_matcher(small, json=schema), lambda: guided_matcher(small_tokens, json=schema)):
         assert [text for text in VALID[name] if not accepts(make(), f'"{text}"')] == []
         assert [text for text in INVALID[name] if accepts(make(), f'"{text}"')] == []
 
@@ -247,7 +234,7 @@ def test_formats_have_tables_with_a_real_vocabulary(smollm: Vocabulary, name: st
 def test_a_format_beside_a_pattern(small_tokens: LLTokens) -> None:
     schema = {"type": "string", "format": "email", "pattern": "^b"}
     for text, legal in {"b@c": True, "a@c": False, "b": False}.items():
-        assert accepts(guided(small_tokens, schema), f'"{text}"') == legal
+        assert accepts(guided_matcher(small_tokens, json=schema), f'"{text}"') == legal
 
 
 # ---- keywords
@@ -264,7 +251,7 @@ def test_a_format_beside_a_pattern(small_tokens: LLTokens) -> None:
 )
 def test_what_llguidance_drops_is_refused_by_name(small_tokens: LLTokens, schema: Any, keyword: str) -> None:
     with pytest.raises(GrammarError, match=keyword):
-        guided(small_tokens, schema)
+        guided_matcher(small_tokens, json=schema)
     with pytest.raises(NoTableError):
         schema_to_regex(schema)
 
@@ -272,24 +259,27 @@ def test_what_llguidance_drops_is_refused_by_name(small_tokens: LLTokens, schema
 @pytest.mark.parametrize("type_", ["string", ["string", "integer"], ["string", "null"]])
 def test_nullable(small: Vocabulary, small_tokens: LLTokens, type_: Any) -> None:
     schema = {"type": type_, "nullable": True}
-    for matcher in (table(small, schema), guided(small_tokens, schema)):
+    for matcher in (table_matcher(small, json=schema), guided_matcher(small_tokens, json=schema)):
         assert accepts(matcher, "null")
         assert accepts(matcher, '"a"')
-    for matcher in (table(small, {"type": "string"}), guided(small_tokens, {"type": "string", "nullable": False})):
+    for matcher in (
+        table_matcher(small, json={"type": "string"}),
+        guided_matcher(small_tokens, json={"type": "string", "nullable": False}),
+    ):
         assert not accepts(matcher, "null")
 
 
 @pytest.mark.parametrize("type_", ["object", ["object", "null"]])
 def test_objects_of_any_type_list_are_closed(small_tokens: LLTokens, type_: Any) -> None:
     assert closed({"type": type_}) == {"type": type_, "additionalProperties": False}
-    matcher = guided(small_tokens, {"type": type_}, disable_additional_properties=True)
+    matcher = guided_matcher(small_tokens, json={"type": type_}, disable_additional_properties=True)
     assert accepts(matcher, "{}")
     assert not accepts(matcher, '{"a":1}')
 
 
 def test_names_of_directives_are_text(small: Vocabulary, small_tokens: LLTokens) -> None:
     name = "%llguidance"
-    assert accepts(guided(small_tokens, {"const": name}), f'"{name}"')
+    assert accepts(guided_matcher(small_tokens, json={"const": name}), f'"{name}"')
     choice = StructuredOutputsParams(choice=[name, "%json"]).key()
     gbnf = StructuredOutputsParams(grammar=f'root ::= "{name}" root | "."').key()
     for key, text in ((choice, name), (gbnf, f"{name}.")):
@@ -312,7 +302,7 @@ def test_whitespace_pattern(
     small: Vocabulary, small_tokens: LLTokens, options: Any, legal: list[str], illegal: list[str]
 ) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": False}
-    for matcher in (table(small, schema, **options), guided(small_tokens, schema, **options)):
+    for matcher in (table_matcher(small, json=schema, **options), guided_matcher(small_tokens, json=schema, **options)):
         assert [text for text in legal if not accepts(matcher, text)] == []
         assert [text for text in illegal if accepts(matcher, text)] == []
 

@@ -11,31 +11,27 @@ import jsonschema
 import numpy as np
 import pytest
 
-from jaxserve.structured.dfa import GrammarError, GrammarLimits, NoTableError, compile_regex
+from jaxserve.structured.dfa import GrammarError, NoTableError, compile_regex
 from jaxserve.structured.json_guided import closed
 from jaxserve.structured.json_numbers import integer_range, number_range
 from jaxserve.structured.json_schema import Unsupported, schema_to_regex
 from jaxserve.structured.lark import to_lark
-from jaxserve.structured.matcher import Matcher, MatcherGrammar, TableMatcher
+from jaxserve.structured.matcher import Matcher, MatcherGrammar
 from jaxserve.structured.params import StructuredOutputsParams
-from jaxserve.structured.worker import compile_grammar
-from tests.structured.conftest import EOS
+from tests.structured.conftest import EOS, STOPS, make_matcher
 from tests.structured.schemas import Walker, random_schema, with_definitions
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "json_schema_cases.json").read_text(encoding="utf-8"))
-STOPS = frozenset({EOS})
 CHECKED_FORMATS = jsonschema.FormatChecker(["date", "ipv4", "uuid", "email"])  # it takes no lower-case z in times
 NUM_SCHEMAS = 2000  # most of them on both backends
 
 
 def matchers(schema, vocabulary, tokens):
     """By backend, where the backend takes the schema."""
-    key = StructuredOutputsParams(json=schema).key()
     found: dict[str, Matcher] = {}
-    with contextlib.suppress(GrammarError):
-        found["table"] = TableMatcher(compile_grammar(key, vocabulary, STOPS, GrammarLimits()))
-    with contextlib.suppress(GrammarError):
-        found["llguidance"] = MatcherGrammar(tokens, to_lark(key), STOPS, is_json=key.is_json).new_matcher()
+    for backend in ("table", "llguidance"):
+        with contextlib.suppress(GrammarError):
+            found[backend] = make_matcher(backend, vocabulary, tokens, json=schema)
     return found
 
 

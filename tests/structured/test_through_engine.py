@@ -7,7 +7,7 @@ import contextlib
 import json
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +20,10 @@ from jaxserve import EngineCore, RequestOutput, SamplingParams
 from jaxserve.speculative.draft_model import DraftModelProposer
 from jaxserve.structured.compiler import GrammarCompiler
 from jaxserve.structured.dfa import GrammarError
-from jaxserve.structured.matcher import Matcher, MatcherGrammar, TableMatcher
+from jaxserve.structured.matcher import Matcher, new_matcher
 from jaxserve.structured.params import StructuredOutputsParams
 from tests.jaxserve import spelled
+from tests.jaxserve.spelled import SpelledTokenizer
 from tests.structured.schemas import random_schema, with_definitions
 from tests.structured.test_dfa import random_regex
 
@@ -34,26 +35,6 @@ EOS, EOT, PADDED = len(SPELLED), len(SPELLED) + 1, 128
 STOPS = frozenset({EOS, EOT})
 TIMEOUT = 120
 ENDINGS = [SPELLED.index(text) for text in ('"', "}", "]", '"}')]
-
-
-class Tokenizer(spelled.SpelledTokenizer):
-    """Greedy longest matches over SPELLED."""
-
-    all_special_ids = (EOS, EOT)
-
-    def __len__(self) -> int:
-        return len(SPELLED) + 2
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        ids = []
-        while text:
-            token = max((t for t in SPELLED if text.startswith(t)), key=len)
-            ids.append(SPELLED.index(token))
-            text = text[len(token) :]
-        return ids
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        return "".join("" if i >= EOS else SPELLED[i] for i in ids)
 
 
 def flat_model(seed: int) -> models.MarkovLM:
@@ -118,7 +99,7 @@ GRAMMARS: list[tuple[str, Callable[[str], bool]]] = [
 @pytest.fixture(scope="module")
 def asked() -> dict[str, Asked]:
     """Those that compile; their compiled grammars follow the outputs."""
-    compiler, rng = GrammarCompiler(Tokenizer(), PADDED), random.Random(0)
+    compiler, rng = GrammarCompiler(SpelledTokenizer(SPELLED), PADDED), random.Random(0)
     cases = [*asked_schemas(rng), *asked_regexes(rng)]
     texts = [params.key().text for params, _ in cases]
     cases = [case for case, text in zip(cases, texts, strict=True) if text.isascii() and "\\u00" not in text]
@@ -128,14 +109,10 @@ def asked() -> dict[str, Asked]:
     for index, ((params, check), future) in enumerate(zip(cases, futures, strict=True)):
         with contextlib.suppress(GrammarError):
             grammar = future.result(TIMEOUT)
-            made[str(index)] = Asked(params, check, lambda grammar=grammar: matcher_of(grammar))
+            made[str(index)] = Asked(params, check, lambda grammar=grammar: new_matcher(grammar))
     compiler.shutdown()
     assert len(made) > 75
     return made
-
-
-def matcher_of(grammar: Any) -> Matcher:
-    return grammar.new_matcher() if isinstance(grammar, MatcherGrammar) else TableMatcher(grammar)
 
 
 DRAWN = {"draft_sample_method": "probabilistic", "rejection_sample_method": "standard"}
@@ -160,7 +137,7 @@ def served(make_engine: MakeEngine, drive: Drive, asked: dict[str, Asked]) -> Ca
 
     def get(setting: str) -> dict[str, Any]:
         if setting not in done:
-            engine = make_engine(flat_model(0), Tokenizer(), max_num_seqs=8, **SETTINGS[setting])
+            engine = make_engine(flat_model(0), SpelledTokenizer(SPELLED), max_num_seqs=8, **SETTINGS[setting])
             for name, one in asked.items():
                 params = SamplingParams(max_tokens=70, seed=int(name), structured_outputs=one.params)
                 engine.add_request(name, [int(name) % 26, 5], params)
@@ -203,7 +180,7 @@ def test_the_tokens_are_those_without_drafts(served: Callable[[str], dict[str, A
 
 def test_tables_send_no_masks(make_engine: MakeEngine, drive: Drive) -> None:
     """Also with drafts, and beside requests that are free; one request of a matcher does."""
-    engine = make_engine(flat_model(0), Tokenizer(), max_num_seqs=4, **SETTINGS["ngram"])
+    engine = make_engine(flat_model(0), SpelledTokenizer(SPELLED), max_num_seqs=4, **SETTINGS["ngram"])
     for index in range(6):
         held = {"regex": "[a-f]{3,9}(foo|bar)*"} if index % 3 else None
         engine.add_request(str(index), [index, 5], SamplingParams(seed=index, max_tokens=20, structured_outputs=held))
