@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -36,6 +37,15 @@ COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 def pytest_xdist_auto_num_workers() -> int:
     """`-n auto` on a CPU: a worker for every core, up to four. On GPUs none: a process takes a whole GPU's memory."""
     return min(os.cpu_count() or 1, 4) if jax.default_backend() == "cpu" else 0
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forget_programs() -> Iterator[None]:
+    """A CPU executable maps memory some ten times, and Linux ends a process (in the compiler, by a segmentation fault)
+    that maps more than 65530 areas: so what a module compiled goes with the module."""
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 class LetterTokenizer:
