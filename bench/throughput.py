@@ -118,7 +118,7 @@ def breakdown(ours: Ours, batch: int, context: int) -> dict[str, float]:
     times |= {"lm_head": _median_ms(lambda: head(params, hidden))}
     runner.cache, runner.batch = cache, state
     weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
-    kv = slots * pages * model.kv_bytes_per_block(16)
+    kv = slots * pages * sum(x.nbytes for x in jax.tree.leaves(model.init_kv(1, 16, None)))
     flops = 2 * slots * sum(x.size for x in jax.tree.leaves(params) if x.ndim > 1)
     times |= {"weights_mb": weights / 1e6, "kv_mb": kv / 1e6, "gflop": flops / 1e9}
     times["floor_bytes"] = (weights + kv) / _bandwidth() * 1e3

@@ -14,19 +14,19 @@ from jaxserve.sampling.registry import rows_of
 from jaxserve.sampling.sampler import Sampler
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.structured.manager import StructuredOutputs
-from models.base import Model
 
 Prompt = str | list[int] | dict[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
 class Admission:
-    """What requests are checked against. seed: the engine's, for requests without one."""
+    """What requests are checked against. num_logits: V. seed: the engine's, for requests without one."""
 
-    model: Model
     tokenizer: Any | None
     sampler: Sampler
+    num_logits: int
     vocab_size: int
+    eos_token_ids: tuple[int, ...]
     max_model_len: int
     seed: int
     structured: StructuredOutputs
@@ -35,7 +35,7 @@ class Admission:
         """The prompt as (text or None, token ids). Raises ValueError naming field, value and range."""
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params is a {type(params).__name__}; it must be a SamplingParams")
-        text, token_ids = self._encode(prompt)
+        text, token_ids = self.encode(prompt)
         if not token_ids:
             raise ValueError("prompt is empty; it must have at least one token")
         for token in token_ids:
@@ -43,7 +43,7 @@ class Admission:
                 raise ValueError(f"prompt_token_ids holds {token!r}; every token id must be an integer")
             if not 0 <= token < self.vocab_size:
                 raise ValueError(f"prompt_token_ids holds {token}; token ids must be in [0, {self.vocab_size})")
-        params.verify(self.vocab_size, self.max_model_len, len(token_ids), self.model.eos_token_ids)
+        params.verify(self.vocab_size, self.max_model_len, len(token_ids), self.eos_token_ids)
         self._check_features(params)
         rows_of(self.sampler.processors, params)
         if params.structured_outputs is not None:
@@ -70,7 +70,7 @@ class Admission:
                 prompt_token_ids=token_ids,
                 sampling_params=params,
                 max_model_len=self.max_model_len,
-                eos_token_ids=frozenset(self.model.eos_token_ids),
+                eos_token_ids=frozenset(self.eos_token_ids),
                 priority=priority,
                 arrival_time=arrival_time,
                 cache_salt=cache_salt,
@@ -90,7 +90,7 @@ class Admission:
         most = self.sampler.max_logprobs
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(params, name)
-            if value is not None and (value > most or (value == -1 and most < self.model.vocab_size)):
+            if value is not None and (value > most or (value == -1 and most < self.num_logits)):
                 raise ValueError(f"{name} is {value}; it must be in [0, {most}], the engine's max_logprobs")
         if len(params.logprob_token_ids or ()) > self.sampler.max_listed:
             raise ValueError(
@@ -108,7 +108,8 @@ class Admission:
             return None
         return PromptScores(len(token_ids), self.sampler.max_logprobs if number < 0 else number)
 
-    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+    def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """The prompt as (text or None, token ids), which are not checked. Raises ValueError."""
         if isinstance(prompt, dict):
             if len(prompt.keys() & {"prompt", "prompt_token_ids"}) != 1 or len(prompt) != 1:
                 raise ValueError(f"prompt has the keys {list(prompt)}; it must have one: prompt or prompt_token_ids")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +26,6 @@ from models.sharding import make_mesh
 _DEFAULT_MAX_MODEL_LEN = 4096
 _TILE = {"cpu": 8, "gpu": 128}  # prefill tokens that share one gather of their context
 _BUDGET = {"cpu": 512, "gpu": 8192}  # prefill tokens beside the decode rows
-_MEMORY_LIMIT_CPU = 4 << 30  # what the page pool takes of a host's memory unless asked for more
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,8 +39,8 @@ class Assembly:
     parts: Parts
     scheduler: SchedulerConfig
     buckets: Buckets
-    num_blocks: int
     vocab_size: int
+    eos_token_ids: tuple[int, ...]
     draft_counts: tuple[int, ...]
     suffix: SuffixProposer | None
     keep_boundary_hidden: bool
@@ -80,7 +78,7 @@ def assemble(model: Model, tokenizer: Any | None, config: EngineConfig) -> Assem
         parts = replace(parts, grammar_marker=parts.sampler.markers.end)
     draft_counts = _draft_counts(speculation, structured)
     drafts = draft_counts[-1]
-    has_draft_kv = proposer is not None and proposer.kv_bytes_per_block(config.block_size) > 0
+    has_draft_kv = proposer is not None and proposer.stores_kv
     scheduler = _scheduler_config(config, max_model_len, drafts, drafts if has_draft_kv else 0)
     tile = scheduler.prefill_tile
     if scheduler.max_num_batched_tokens < config.max_num_seqs * (1 + drafts) + tile:
@@ -97,13 +95,21 @@ def assemble(model: Model, tokenizer: Any | None, config: EngineConfig) -> Assem
             config.tensor_parallel_size,
             1 + drafts,
         ),
-        num_blocks=config.num_blocks or _num_blocks(config, parts, max_model_len),
         vocab_size=vocab_size,
+        eos_token_ids=_eos_token_ids(model, tokenizer),
         draft_counts=draft_counts,
         suffix=suffix,
         keep_boundary_hidden=config.keep_boundary_hidden or (proposer is not None and proposer.needs_hidden),
         structured=structured,
     )
+
+
+def _eos_token_ids(model: Model, tokenizer: Any | None) -> tuple[int, ...]:
+    """The model's, and the tokenizer's own: of some chat models only the one or the other ends a turn."""
+    own = getattr(tokenizer, "eos_token_id", None)
+    if own is None or own in model.eos_token_ids or own >= model.vocab_size:
+        return tuple(model.eos_token_ids)
+    return (*model.eos_token_ids, int(own))
 
 
 def _with_attention(model: Model, config: EngineConfig) -> Model:
@@ -128,7 +134,7 @@ def _sampler(model: Model, tokenizer: Any | None, config: EngineConfig, max_mode
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
         tokenizer=tokenizer,
-        stop_token_ids=tuple(model.eos_token_ids),
+        stop_token_ids=_eos_token_ids(model, tokenizer),
     )
     markers = None
     if isinstance(config.reasoning_config, ReasoningConfig):
@@ -178,30 +184,3 @@ def _mesh(tensor_parallel_size: int) -> Mesh | None:
     if tensor_parallel_size > len(devices):
         raise ValueError(f"tensor_parallel_size is {tensor_parallel_size}; this host has {len(devices)} device(s)")
     return None if tensor_parallel_size == 1 else make_mesh(devices[:tensor_parallel_size])
-
-
-def _num_blocks(config: EngineConfig, parts: Parts, max_model_len: int) -> int:
-    """Pages for everyone at full length, or what memory allows; page 0 is nobody's."""
-    wanted = 1 + config.max_num_seqs * -(-max_model_len // config.block_size)
-    per_block = parts.model.kv_bytes_per_block(config.block_size)
-    if parts.proposer is not None:
-        per_block += parts.proposer.kv_bytes_per_block(config.block_size)
-    if per_block == 0:
-        return wanted
-    affordable = int(config.kv_cache_memory_fraction * _free_memory(config.tensor_parallel_size)) // per_block
-    needed = 1 + -(-max_model_len // config.block_size)
-    if affordable < needed:
-        raise ValueError(
-            f"max_model_len {max_model_len} needs {needed} KV pages of {per_block} bytes, memory allows {affordable}: "
-            "lower max_model_len, or raise kv_cache_memory_fraction or num_blocks"
-        )
-    return min(wanted, affordable)
-
-
-def _free_memory(devices: int) -> int:
-    """Bytes free on the devices together; on CPU of the host, up to a limit that leaves it usable."""
-    stats = jax.local_devices()[0].memory_stats()
-    if stats and "bytes_limit" in stats:
-        return devices * (stats["bytes_limit"] - stats["bytes_in_use"])
-    pages = os.sysconf("SC_AVPHYS_PAGES") if "SC_AVPHYS_PAGES" in os.sysconf_names else 0
-    return min(pages * os.sysconf("SC_PAGE_SIZE"), 2 * _MEMORY_LIMIT_CPU) if pages else _MEMORY_LIMIT_CPU

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import queue
 import threading
 import time
@@ -125,14 +126,18 @@ class AsyncEngine:
         params = SamplingParams() if sampling_params is None else sampling_params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params is a {type(params).__name__}; it must be a SamplingParams")
-        text_or_ids, salt = parse_prompt(prompt)
+        prompt, salt = parse_prompt(prompt)
+        text = prompt if isinstance(prompt, str) else None
+        if text is not None:  # in a thread of its own: neither the loop nor the engine waits for a long prompt
+            prompt = await asyncio.to_thread(self._core.encode, text)
         name = uuid.uuid4().hex if request_id is None else request_id
         stream = _Stream(asyncio.get_running_loop(), params.output_kind)
         add = partial(
             self._core.add_request,
             name,
-            text_or_ids,
+            prompt,
             params,
+            text=text,
             priority=priority,
             cache_salt=salt,
             arrival_time=time.time(),
@@ -224,6 +229,8 @@ class AsyncEngine:
             self._core.shutdown()
         except BaseException as error:
             self._die(error)
+            with contextlib.suppress(Exception):  # what failed may fail again
+                self._core.shutdown()
         else:
             self._die(None)
 

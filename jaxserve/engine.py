@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from jaxserve.assembly import assemble
 from jaxserve.block_pool import BlockPool
 from jaxserve.config import EngineConfig
 from jaxserve.kv_manager import KVCacheManager
+from jaxserve.memory import load_weights, make_cache, num_blocks
 from jaxserve.output_processor import OutputProcessor
 from jaxserve.outputs import RequestOutput
 from jaxserve.programs import use_persistent_cache
@@ -62,7 +65,16 @@ class EngineCore:
         self.config, self.tokenizer = config, tokenizer
         made = assemble(model, tokenizer, config)
         self.model, self.vocab_size, self.max_model_len = made.parts.model, made.vocab_size, made.max_model_len
-        pool = BlockPool(made.num_blocks, config.enable_prefix_caching)
+        weights = load_weights(made.parts, params)
+        cache_of = partial(
+            make_cache,
+            made.parts,
+            weights.model,
+            block_size=config.block_size,
+            keep_boundary_hidden=made.keep_boundary_hidden,
+        )
+        blocks = config.num_blocks or num_blocks(config, self.max_model_len, cache_of(1))
+        pool = BlockPool(blocks, config.enable_prefix_caching)
         self.kv = KVCacheManager(pool, config.block_size, config.watermark)
         self._speculation = Speculation(config.speculation, made.draft_counts, made.buckets.slots)
         self._suffix = made.suffix
@@ -72,26 +84,33 @@ class EngineCore:
         self._forced = ForcedTokens(made.draft_counts if config.speculation is None else (0,), made.buckets.slots)
         self._compiling: list[Request] = []
         self._admission = Admission(
-            self.model, tokenizer, sampler, self.vocab_size, self.max_model_len, config.seed, self._structured
+            tokenizer,
+            sampler,
+            self.model.vocab_size,
+            self.vocab_size,
+            made.eos_token_ids,
+            self.max_model_len,
+            config.seed,
+            self._structured,
         )
         self.runner = Runner(
             made.parts,
             made.buckets,
             self.kv,
-            num_blocks=made.num_blocks,
-            block_size=config.block_size,
+            weights,
+            cache_of(blocks),
             max_model_len=self.max_model_len,
-            keep_boundary_hidden=made.keep_boundary_hidden,
             draft_counts=made.draft_counts,
             suffix=made.suffix,
             draft_logits=config.speculation is not None and config.speculation.probabilistic,
             grammar_bytes=0 if made.structured is None else made.structured.pool_bytes,
-            params=params,
         )
         self._outputs = OutputProcessor(tokenizer)
         self._pending: list[RequestOutput] = []  # made between steps, by aborts
         self._in_flight: InFlight | None = None
         self._num_requests = self._num_steps = self._num_tokens = self._grammar_violations = 0
+        self._encoding = threading.Lock()  # a tokenizer may change its settings while it encodes
+        self._is_shut_down = False
         self._compiled = 0  # programs, when the last step was taken in
         self._last_decoded: float | None = None  # when, if it did nothing but decode
         self._host_seconds = self._dispatch_seconds = self._wait_seconds = 0.0
@@ -122,9 +141,15 @@ class EngineCore:
 
     def validate(self, prompt: Prompt, params: SamplingParams) -> tuple[str | None, list[int]]:
         """The prompt as (text or None, token ids). Raises ValueError naming field, value and range."""
+        self._check_alive()
         text, token_ids = self._admission.validate(prompt, params)
         self._outputs.validate(params)
         return text, token_ids
+
+    def encode(self, text: str) -> list[int]:
+        """A prompt's token ids. May be called from any thread. Raises ValueError for what is no text."""
+        with self._encoding:
+            return self._admission.encode(text)[1]
 
     def add_request(
         self,
@@ -132,15 +157,17 @@ class EngineCore:
         prompt: Prompt,
         params: SamplingParams,
         *,
+        text: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
         arrival_time: float | None = None,
     ) -> None:
         """Queue a request; with n > 1, n sequences that share the prompt's KV.
 
-        Raises ValueError before anything is queued.
+        text: of a prompt given as token ids, for its outputs. Raises ValueError before anything is queued.
         """
-        text, token_ids = self.validate(prompt, params)
+        given, token_ids = self.validate(prompt, params)
+        text = given if text is None else text
         arrival = time.time() if arrival_time is None else arrival_time
         requests = self._admission.requests(
             request_id,
@@ -154,11 +181,15 @@ class EngineCore:
         for name in {request_id, *(request.request_id for request in requests)}:
             if name in self._outputs:
                 raise ValueError(f"request_id {name!r} is in use by an unfinished request")
-        for request in requests:  # the first is refused if any is: they differ in nothing that is checked
-            self.scheduler.add_request(request)
-        for index, request in enumerate(requests):
-            parent = None if params.n == 1 else request_id
-            self._outputs.add(request.request_id, text, token_ids, params, arrival, parent_id=parent, index=index)
+        parent = None if params.n == 1 else request_id
+        try:
+            for index, request in enumerate(requests):
+                self._outputs.add(request.request_id, text, token_ids, params, arrival, parent_id=parent, index=index)
+            for request in requests:
+                self.scheduler.add_request(request)
+        except BaseException:
+            self.scheduler.abort(self._outputs.abort([request_id])[0])
+            raise
         if params.structured_outputs is not None:
             self._compiling += requests
         self._num_requests += 1
@@ -178,6 +209,7 @@ class EngineCore:
     def step(self) -> list[RequestOutput]:
         """Start the next step on the device, and take in the one before it: while the device computes logits where the
         host has to make masks of them, else once everything is started."""
+        self._check_alive()
         started = time.perf_counter()
         outputs, self._pending = self._pending, []
         outputs += self._drop_uncompiled()
@@ -307,6 +339,7 @@ class EngineCore:
 
     def warmup(self, progress: bool = True) -> None:
         """Compile everything that any traffic can ask for; afterwards `num_compilations` stays 0."""
+        self._check_alive()
         self.runner.warmup(progress)
         self.runner.programs.compilations = self._compiled = 0
 
@@ -332,12 +365,22 @@ class EngineCore:
         )
 
     def shutdown(self) -> None:
-        """End every request and wait for the device."""
-        self.abort([r.request_id for r in (*self.scheduler.running, *self.scheduler.waiting)])
-        if self._in_flight is not None:
-            self.runner.collect(self._in_flight)
+        """End every request, wait for the device and free its memory. The engine takes no more requests."""
+        if self._is_shut_down:
+            return
+        self._is_shut_down = True
+        try:
+            self.abort([r.request_id for r in (*self.scheduler.running, *self.scheduler.waiting)])
+            if self._in_flight is not None:
+                self.runner.collect(self._in_flight)
+        finally:
             self._in_flight = None
-        self._structured.shutdown()
+            self._structured.shutdown()
+            self.runner.release()
+
+    def _check_alive(self) -> None:
+        if self._is_shut_down:
+            raise RuntimeError("the engine has been shut down")
 
 
 def _protocol_members() -> list[str]:

@@ -189,7 +189,7 @@ class LLM:
         return register_metrics(self.stats().speculation, registry, labels, prefix)
 
     def shutdown(self) -> None:
-        """Frees the device's memory. The object is of no use afterwards."""
+        """Frees the device's memory. Later calls raise RuntimeError."""
         self.engine.shutdown()
 
     def _run(self, ids: list[str], use_tqdm: bool) -> list[RequestOutput]:

@@ -52,6 +52,10 @@ class Programs:
             for key, compiled in zip(missing, shown, strict=True):
                 self._compiled[key] = compiled
 
+    def clear(self) -> None:
+        """Let go of the executables."""
+        self._compiled.clear()
+
 
 def use_persistent_cache(directory: str | Path | None) -> None:
     """Point JAX's compilation cache at `directory` unless the user has configured one; "" leaves it off."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -29,7 +28,6 @@ from jaxserve.step import Cache, Hidden, Parts, PrefillPlan, Weights, view_of
 from jaxserve.step_programs import StepPrograms
 from jaxserve.structured.device import DEAD, EXHAUSTED, GrammarRow
 from jaxserve.structured.tables import GrammarTables
-from models.base import ForwardInputs
 
 
 @dataclass(frozen=True)
@@ -88,27 +86,22 @@ class Runner:
         parts: Parts,
         buckets: Buckets,
         kv_manager: KVCacheManager,
+        weights: Weights,
+        cache: Cache,
         *,
-        num_blocks: int,
-        block_size: int,
         max_model_len: int,
-        keep_boundary_hidden: bool,
         draft_counts: tuple[int, ...] = (0,),
         suffix: SuffixProposer | None = None,
         draft_logits: bool = False,
         grammar_bytes: int = 0,
-        params: Any = None,
     ) -> None:
         """draft_counts: every K that may be scheduled. suffix: drafts made on the host. draft_logits: drafts are drawn.
-        grammar_bytes: memory for grammars' tables; 0: no request has a grammar. params: the model's, where they are
-        loaded already."""
+        grammar_bytes: memory for grammars' tables; 0: no request has a grammar."""
         self.parts, self.buckets, self._kv_manager = parts, buckets, kv_manager
         self.model, self.sampler, mesh = parts.model, parts.sampler, parts.mesh
-        self._block_size, self._suffix, self._max_drafts = block_size, suffix, draft_counts[-1]
+        self._block_size, self._suffix, self._max_drafts = cache.block_size, suffix, draft_counts[-1]
         self._whole = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-        params = parts.model.load_params(mesh) if params is None else params
-        proposer = parts.proposer
-        self.weights = Weights(params, {} if proposer is None else proposer.load_params(params, mesh))
+        self.weights, self.cache = weights, cache
         row = batch.empty_row(self.sampler.processors, self.sampler.max_listed)
         slots, pages, vocab = buckets.slots[-1], buckets.pages[-1], parts.model.vocab_size
         state = batch.empty_batch(slots, max_model_len, pages, self._max_drafts, row, vocab, draft_logits)
@@ -116,12 +109,8 @@ class Runner:
         self.batch: BatchState = replace(
             self._place(replace(state, draft_logits=None)), use=own[0], draft_logits=own[1]
         )
-        kv = parts.model.init_kv(num_blocks, block_size, mesh)
-        boundary = self._make_boundary(kv, num_blocks) if keep_boundary_hidden else None
-        draft_kv = None if proposer is None else proposer.init_kv(num_blocks, block_size, mesh)
-        self.cache = Cache(kv=kv, boundary=boundary, draft_kv=draft_kv, block_size=block_size)
         self.slots = SlotTable()
-        weights, cache, state = jax.tree.map(_abstract, (self.weights, self.cache, self.batch))
+        abstract_weights, abstract_cache, abstract_batch = jax.tree.map(_abstract, (weights, cache, self.batch))
         self.grammars = None
         if grammar_bytes:
             self.grammars = GrammarTables(grammar_bytes, slots, self._max_drafts, vocab, self._place)
@@ -130,9 +119,9 @@ class Runner:
         self._step_programs = StepPrograms(
             parts,
             buckets,
-            weights,
-            cache,
-            state,
+            abstract_weights,
+            abstract_cache,
+            abstract_batch,
             draft_counts,
             host_drafts=suffix is not None or self._host_forced,
             grammars=None if self.grammars is None else jax.tree.map(_abstract, self.grammars.values),
@@ -365,15 +354,14 @@ class Runner:
         """Compile every program that any traffic can ask for."""
         self.programs.warmup(self._step_programs.keys(), progress)
 
+    def release(self) -> None:
+        """Let go of everything on the device, for good."""
+        del self.weights, self.cache, self.batch
+        self.grammars = None
+        self.programs.clear()
+
     def _place(self, tree: Any) -> Any:
         return tree if self._whole is None else jax.device_put(tree, self._whole)
-
-    def _make_boundary(self, kv: Any, num_blocks: int) -> jax.Array:
-        inputs = ForwardInputs(*(jax.ShapeDtypeStruct((1, 1), jnp.int32) for _ in range(3)))
-        hidden, _ = jax.eval_shape(
-            lambda p, c, x: self.model.forward(p, c, x, self.parts.mesh), self.params, kv, inputs
-        )
-        return self._place(jnp.zeros((num_blocks, hidden.shape[-1]), hidden.dtype))
 
 
 def _take_grammar_flags(flight: InFlight, flags: list[int], collected: Collected) -> None:

@@ -72,9 +72,6 @@ class Model(Protocol):
     def init_kv(self, num_blocks: int, block_size: int, mesh: Mesh | None) -> KVCache:
         """Zeroed page pool of `num_blocks` pages of `block_size` positions."""
 
-    def kv_bytes_per_block(self, block_size: int) -> int:
-        """Bytes of one page over all layers and devices; 0 for a model without state."""
-
     def forward(
         self, params: Params, kv: KVCache, inputs: ForwardInputs, mesh: Mesh | None
     ) -> tuple[jax.Array, KVCache]:

@@ -132,9 +132,6 @@ class HiddenStateHead(ABC):
     def init_kv(self, num_blocks: int, block_size: int, mesh: Mesh | None) -> PagedKV:
         return self.layer.init_kv(num_blocks, block_size, mesh)
 
-    def kv_bytes_per_block(self, block_size: int) -> int:
-        return self.layer.kv_bytes_per_block(block_size)
-
     def forward(
         self, params: Params, kv: PagedKV, inputs: ForwardInputs, hidden: jax.Array, mesh: Mesh | None
     ) -> tuple[jax.Array, PagedKV]:

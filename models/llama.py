@@ -114,10 +114,6 @@ class Llama:
         spec = self.kv_spec(num_blocks, block_size, mesh)
         return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, device=s.sharding), spec)
 
-    def kv_bytes_per_block(self, block_size: int) -> int:
-        spec = self.kv_spec(1, block_size, None)
-        return sum(math.prod(s.shape) * s.dtype.itemsize for s in (spec.k, spec.v))
-
     def forward(
         self, params: Params, kv: PagedKV, inputs: ForwardInputs, mesh: Mesh | None
     ) -> tuple[jax.Array, PagedKV]:

@@ -48,9 +48,6 @@ class MarkovLM:
         pool = jnp.zeros((num_blocks, block_size), jnp.int32)
         return pool if mesh is None else jax.device_put(pool, NamedSharding(mesh, PartitionSpec()))
 
-    def kv_bytes_per_block(self, block_size: int) -> int:
-        return 4 * block_size
-
     def forward(
         self, params: jax.Array, kv: jax.Array, inputs: ForwardInputs, mesh: Mesh | None
     ) -> tuple[jax.Array, jax.Array]:

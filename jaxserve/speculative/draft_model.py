@@ -37,6 +37,7 @@ class DraftModelProposer:
     replicated: bool = False
 
     needs_hidden = False
+    stores_kv = True
 
     def with_num_speculative_tokens(self, count: int) -> DraftModelProposer:
         return replace(self, num_speculative_tokens=count)
@@ -48,9 +49,6 @@ class DraftModelProposer:
     def init_kv(self, num_blocks: int, block_size: int, mesh: Mesh | None) -> Any:
         kv = self.model.init_kv(num_blocks, block_size, self._mesh(mesh))
         return replicate(kv, mesh) if self.replicated else kv
-
-    def kv_bytes_per_block(self, block_size: int) -> int:
-        return self.model.kv_bytes_per_block(block_size)
 
     def prefill(self, params: Params, kv: Any, context: PrefillContext, mesh: Mesh | None) -> Any:
         with jax.named_scope("draft_prefill"):

@@ -40,6 +40,7 @@ class HiddenStateProposer:
     replicated: bool = False
 
     needs_hidden = True
+    stores_kv = True
 
     def with_num_speculative_tokens(self, count: int) -> HiddenStateProposer:
         return replace(self, num_speculative_tokens=count)
@@ -53,9 +54,6 @@ class HiddenStateProposer:
             raise ValueError(f"block_size is {block_size}; the proposer was made for {self.block_size}")
         kv = self.head.init_kv(num_blocks, block_size, None if self.replicated else mesh)
         return replicate(kv, mesh) if self.replicated else kv
-
-    def kv_bytes_per_block(self, block_size: int) -> int:
-        return self.head.kv_bytes_per_block(block_size)
 
     def prefill(self, params: Params, kv: Any, context: PrefillContext, mesh: Mesh | None) -> Any:
         assert context.hidden is not None

@@ -100,8 +100,9 @@ class Proposer(Protocol):
     def init_kv(self, num_blocks: int, block_size: int, mesh: Mesh | None) -> Any:
         """A zeroed page pool of its own, or None."""
 
-    def kv_bytes_per_block(self, block_size: int) -> int:
-        """Bytes of one page of that pool over all devices; 0 without one."""
+    @property
+    def stores_kv(self) -> bool:
+        """Whether it has one, and writes up to K positions ahead."""
 
     def prefill(self, params: Params, kv: Any, context: PrefillContext, mesh: Mesh | None) -> Any:
         """Store KV of the tiles; returns the pool. Traced."""
@@ -114,15 +115,13 @@ class Stateless:
     """Base of proposers without weights and KV: what is left to write is `propose`."""
 
     needs_hidden: bool = False
+    stores_kv: bool = False
 
     def load_params(self, target_params: Params, mesh: Mesh | None) -> Params:
         return {}
 
     def init_kv(self, num_blocks: int, block_size: int, mesh: Mesh | None) -> Any:
         return None
-
-    def kv_bytes_per_block(self, block_size: int) -> int:
-        return 0
 
     def prefill(self, params: Params, kv: Any, context: PrefillContext, mesh: Mesh | None) -> Any:
         return kv

@@ -53,14 +53,20 @@ class FakeCore:
         self.num_steps, self.aborted, self.threads, self.is_shut_down = 0, [], set[int](), False  # type: ignore[var-annotated]
         self.on_step: Any = lambda: None
 
+    def encode(self, text: str) -> list[int]:
+        assert threading.get_ident() not in self.threads
+        return self.tokenizer.encode(text)
+
     def validate(self, prompt: Any, params: SamplingParams) -> tuple[str | None, list[int]]:
         text, ids = (prompt, self.tokenizer.encode(prompt)) if isinstance(prompt, str) else (None, prompt)
         params.verify(256, 1000, len(ids))
         return text, ids
 
-    def add_request(self, name: str, prompt: Any, params: SamplingParams, **kwargs: Any) -> None:
+    def add_request(
+        self, name: str, ids: list[int], params: SamplingParams, *, text: str | None = None, **kwargs: Any
+    ) -> None:
         self.threads.add(threading.get_ident())
-        text, ids = self.validate(prompt, params)
+        self.validate(ids, params)
         if name in self.outputs:
             raise ValueError(f"request_id {name!r} is in use")
         arrival = kwargs.pop("arrival_time", None) or time.time()
@@ -389,7 +395,8 @@ def test_abort_gives_the_waiting_consumer_a_last_output() -> None:
 
 def test_a_crash_reaches_every_caller() -> None:
     async def run() -> None:
-        engine = serve(FakeCore(0.001, crash_at=10))
+        core = FakeCore(0.001, crash_at=10)
+        engine = serve(core)
         params = SamplingParams(max_tokens=None)
         results = await asyncio.gather(*(collect(engine, "ab", params) for _ in range(5)), return_exceptions=True)
         for result in results:
@@ -400,6 +407,7 @@ def test_a_crash_reaches_every_caller() -> None:
         with pytest.raises(EngineDeadError, match="device lost"):
             await collect(engine, "ab", params)
         engine.shutdown()
+        assert core.is_shut_down  # a core that failed frees its memory too
 
     asyncio.run(run())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -392,6 +393,52 @@ def test_shutdown_in_the_middle(make_engine: MakeEngine, alphabet: Any) -> None:
     engine.step()
     engine.shutdown()
     check_no_leak(engine)
+
+
+def test_shutdown_frees_the_device(make_engine: MakeEngine, make_llama: Any) -> None:
+    gc.collect()
+    before = {id(x) for x in jax.live_arrays()}
+    engine = make_engine(make_llama(), max_num_seqs=2)
+    engine.add_request("0", [1, 2, 3], SamplingParams(max_tokens=50))
+    engine.step()
+    engine.shutdown()
+    engine.shutdown()
+    gc.collect()
+    assert sum(x.nbytes for x in jax.live_arrays() if id(x) not in before) < 10_000  # constants
+    assert engine.stats().num_steps == 1
+    for call in (engine.step, engine.warmup, lambda: engine.add_request("1", [1], SamplingParams())):
+        with pytest.raises(RuntimeError, match="shut down"):
+            call()
+
+
+def test_a_request_that_is_refused_late_leaves_nothing(
+    make_engine: MakeEngine, alphabet: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(alphabet)
+    add = engine.scheduler.add_request
+
+    def refuse_the_second(request: Any) -> None:
+        if request.request_id.endswith("#1"):
+            raise ValueError("no room")
+        add(request)
+
+    monkeypatch.setattr(engine.scheduler, "add_request", refuse_the_second)
+    with pytest.raises(ValueError, match="no room"):
+        engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=5, n=2))
+    assert not engine.has_unfinished()
+    engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=5))  # the id is free
+    check_no_leak(engine)
+
+
+def test_the_tokenizers_end_is_an_end(make_engine: MakeEngine, alphabet: Any, letters: Any) -> None:
+    class Ending(type(letters)):
+        eos_token_id = 7
+
+    for tokenizer, length in ((letters, 24), (Ending(), 6)):
+        engine = make_engine(alphabet, tokenizer)
+        engine.add_request("a", [1], SamplingParams(temperature=0, max_tokens=50))
+        (output,) = [o for _ in range(60) for o in engine.step() if o.finished]
+        assert (output.outputs[0].finish_reason, len(output.outputs[0].token_ids)) == ("stop", length)
 
 
 # ---- prefix cache

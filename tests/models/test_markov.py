@@ -113,7 +113,7 @@ def test_members():
     assert isinstance(model, Model)
     assert (model.vocab_size, model.max_model_len, model.eos_token_ids) == (V, 99, (3, 4))
     kv = model.init_kv(5, PAGE, None)
-    assert kv.nbytes == 5 * model.kv_bytes_per_block(PAGE)
+    assert kv.nbytes == 5 * 4 * PAGE
     assert hash(model) != hash(MarkovLM(table(2), max_model_len=99))  # by identity: two tables are two models
 
 

@@ -181,4 +181,4 @@ def test_it_is_a_proposer(markov):
     proposer = DraftModelProposer(markov, 3, VOCAB)
     assert isinstance(proposer, Proposer)
     assert hash(proposer) == hash(DraftModelProposer(markov, 3, VOCAB))
-    assert proposer.kv_bytes_per_block(16) == markov.kv_bytes_per_block(16)
+    assert proposer.stores_kv

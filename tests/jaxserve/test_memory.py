@@ -1,0 +1,85 @@
+"""How many pages there is memory for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import psutil
+import pytest
+
+import jaxserve.engine
+from jaxserve import memory
+from jaxserve.step import Cache
+from models.sharding import make_mesh
+
+PAGE = 2 * 2 * 16 * 2 * 16 * 4  # bytes: keys and values of 2 layers, 16 positions, 2 heads of 16 in float32
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="counts the host's memory")
+@pytest.mark.parametrize(("devices", "copies"), [(1, 1), (2, 1), (4, 4)])
+def test_a_page_counts_on_every_device_that_holds_it(
+    make_llama: Any, monkeypatch: pytest.MonkeyPatch, devices: int, copies: int
+) -> None:
+    """Two KV heads are split over two devices, and four devices hold each page whole."""
+    monkeypatch.setattr(memory, "free_host_memory", lambda: 2 * 64 * PAGE)
+    mesh = None if devices == 1 else make_mesh(jax.devices()[:devices])
+    page = Cache(make_llama().init_kv(1, 16, mesh), None, None, 16)
+    assert memory.affordable_blocks(page, 0.5) == 64 // copies
+
+
+def test_gpus_count_what_each_has_left() -> None:
+    def shard(index: int, size: int) -> Any:
+        stats = {"bytes_limit": 1000 - 100 * index, "bytes_in_use": 100}
+        device = SimpleNamespace(platform="gpu", id=index, memory_stats=lambda: stats)
+        return SimpleNamespace(device=Device(device), data=SimpleNamespace(nbytes=size))
+
+    class Device:
+        def __init__(self, values: Any) -> None:
+            self.platform, self.memory_stats = values.platform, values.memory_stats
+
+    page = SimpleNamespace(addressable_shards=[shard(0, 8), shard(1, 8)])
+    assert memory.affordable_blocks(page, 0.5) == 48  # 50 of the fuller device's 400, in three digits
+
+
+def test_restarts_agree(make_llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = Cache(make_llama().init_kv(1, 16, None), None, None, 16)
+    found = set()
+    for pages in (1000, 1003, 1020):
+        monkeypatch.setattr(memory, "free_host_memory", lambda pages=pages: pages * PAGE)
+        found.add(memory.affordable_blocks(page, 1.0))
+    assert found == ({896} if jax.default_backend() == "cpu" else {memory.affordable_blocks(page, 1.0)})
+
+
+def test_a_model_without_state_has_no_limit() -> None:
+    assert memory.affordable_blocks(Cache((), None, None, 16), 0.5) is None
+
+
+def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+    assert memory.free_host_memory(tmp_path) == 1000
+    for name, text in (("current", "600\n"), ("stat", "anon 500\ninactive_file 50\n"), ("max", "max\n")):
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert memory.free_host_memory(tmp_path) == 1000
+    for limit, free in ((700, 150), (5000, 1000), (100, 0)):
+        (tmp_path / "memory.max").write_text(f"{limit}\n")
+        assert memory.free_host_memory(tmp_path) == free
+
+
+def test_pages_are_counted_when_the_weights_are_loaded(
+    make_engine: Any, make_llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, seen = make_llama(), []
+    weights = sum(x.nbytes for x in jax.tree.leaves(model.load_params(None)))
+
+    def spy(*args: Any) -> int:
+        seen.append(sum(x.nbytes for x in jax.live_arrays()))
+        return memory.num_blocks(*args)
+
+    monkeypatch.setattr(jaxserve.engine, "num_blocks", spy)
+    before = sum(x.nbytes for x in jax.live_arrays())
+    engine = make_engine(model, max_num_seqs=2)
+    assert seen[0] >= before + weights
+    assert engine.kv.pool.num_blocks == 1 + 2 * 128 // 16
