@@ -84,6 +84,7 @@ class Scheduler:
         self.waiting: list[Request] = []
         self._requests: dict[str, Request] = {}
         self._num_added = 0
+        self._waits_for_blocks = False  # whether the last step left somebody waiting for them
         self._num_preemptions = 0
         self._prefix_queried_tokens = 0
         self._prefix_hit_tokens = 0
@@ -167,17 +168,22 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """The next step: everyone who decodes, then prefills under way, then (if nobody had to yield) new requests."""
         output = SchedulerOutput(*self._num_positions())
+        self._waits_for_blocks = False
         prefilling = self._decode_running(output)
         budget = self.config.max_num_batched_tokens - output.num_positions * len(output.decode)
         for request in prefilling:
             budget = self._advance(request, output, budget)
-        if not output.preempted:
+        if output.preempted:
+            self._waits_for_blocks = True
+        else:
             self._admit(output, budget)
         return output
 
     def _num_positions(self) -> tuple[int, int]:
         """1 + K, unless drafts for everyone who might run would leave no room for a tile of prefill; and K itself."""
-        candidates = min(len(self.running) + len(self.waiting), self.config.max_num_seqs)
+        # Whom the last step had no KV blocks for does not run in this one either, but for one that ended meanwhile.
+        waiting = 0 if self._waits_for_blocks else len(self.waiting)
+        candidates = min(len(self.running) + waiting, self.config.max_num_seqs)
         drafts = self._num_drafts(candidates)
         needed = candidates * (1 + drafts) + self.config.prefill_tile
         return 1 + drafts if needed <= self.config.max_num_batched_tokens else 1, drafts
@@ -272,6 +278,7 @@ class Scheduler:
         first_decode = request.num_tokens + self.config.num_speculative_tokens + self.config.num_lookahead_tokens
         needed = min(first_decode, request.max_total_tokens - 1)
         if self.kv.allocate_slots(request, needed, computed_blocks=cached_blocks) is None:
+            self._waits_for_blocks = True
             return None
         self.waiting.remove(request)
         self._start(request, start, num_cached, output)

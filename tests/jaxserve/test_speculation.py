@@ -134,6 +134,57 @@ def test_little_memory_and_little_budget_change_nothing(run: Any, plain: Any, na
     assert {i: o.token_ids for i, o in outputs.items()} == {i: o.token_ids for i, o in plain.items()}
 
 
+def drafts_of_steps(engine: Any, prompts: list[list[int]], drive: Any) -> list[tuple[int, int, int]]:
+    """(requests that decode, requests that wait, K) of every step."""
+    steps, start = [], engine.runner.start
+
+    def watch(scheduled: Any) -> Any:
+        if scheduled.decode:
+            steps.append((len(scheduled.decode), engine.scheduler.num_waiting, scheduled.num_positions - 1))
+        return start(scheduled)
+
+    engine.runner.start = watch
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=10 + 5 * i, ignore_eos=True))
+    drive(engine)
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        ({"disable_by_batch_size": 2}, {1: 3, 2: 3, 3: 0, 4: 0}),
+        ({"num_speculative_tokens_per_batch_size": [(1, 1, 3), (2, 3, 1), (4, 8, 0)]}, {1: 3, 2: 1, 3: 1, 4: 0}),
+    ],
+)
+def test_drafts_by_batch_size(
+    make_engine: Any, model: Any, drive: Any, limits: dict[str, Any], expected: dict[int, int]
+) -> None:
+    """Requests of different lengths end one by one."""
+    speculation = PROPOSERS["ngram"] | {"num_speculative_tokens": 3} | limits
+    engine = make_engine(model, speculative_config=speculation)
+    steps = {(n, k) for n, _, k in drafts_of_steps(engine, [[1, 2, 3, i] for i in range(4)], drive)}
+    assert expected.items() <= steps
+    for n, k in steps:  # one whose end is in flight counts, but decodes no more
+        assert k in {expected[n], expected.get(n + 1)}
+
+
+def test_whom_memory_keeps_waiting_counts_for_nothing(make_engine: Any, model: Any, drive: Any) -> None:
+    """Two fit, six wait: K is that of two."""
+    speculation = PROPOSERS["ngram"] | {"num_speculative_tokens": 3, "disable_by_batch_size": 2}
+    engine = make_engine(model, speculative_config=speculation, num_blocks=7, max_model_len=48, watermark=0.0)
+    steps = drafts_of_steps(engine, [[(i + j) % 12 for j in range(18)] for i in range(8)], drive)
+    found = [k for n, waiting, k in steps if n <= 2 and waiting]
+    assert found.count(3) > 0.7 * len(found) > 7
+
+
+@pytest.mark.parametrize("name", ["ngram", "other model"])
+def test_automatic_drafts_change_nothing(run: Any, plain: Any, name: str) -> None:
+    outputs, engine = run(PROPOSERS[name] | {"num_speculative_tokens": "auto"})
+    assert {i: o.token_ids for i, o in outputs.items()} == {i: o.token_ids for i, o in plain.items()}
+    assert engine.stats().speculation.num_drafts > 0
+
+
 def test_nothing_is_compiled_after_warm_up(run: Any, plain: Any, model: Any, letters: Any, make_engine: Any, drive: Any,
                                            compilations: list[str]) -> None:  # fmt: skip
     schedule = [(1, 2, 3), (3, 5, 1), (6, 8, 0)]
