@@ -5,7 +5,8 @@ the acceptance rates a of each position given those before it. Its time is that 
 the ridge where arithmetic takes longer: t(n, K) = max(memory, overhead + compute n) + draft K. The K with the most
 tokens a second wins. Its neighbours are tried a few times, since a time that was never measured is only extrapolated,
 and now and then again. Of times a power mean is kept that is near the smallest: a step that something else held up does
-not count. Everything measured is kept as sums, so ranks that must agree add theirs up and decide alike.
+not count. Everything measured is kept as sums, and nothing else that a rank saw decides: ranks that add theirs up, and
+ask for every step together, decide alike.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ _TRY_EVERY = 4  # steps, between those that try a neighbour of the best K
 _POWER = -8  # of the mean of times
 _KEEP_UNUSED = 0.999  # of the weight of the other times of that batch size: 180 steps later they are tried again
 _ENOUGH = 2.5  # weight of a time that counts as measured: three steps
-_PROBE_EVERY = 256  # steps without drafts, after which one has some: acceptance may have changed
+_PROBE_EVERY = 256  # steps without drafts, after which some have drafts: acceptance may have changed
+_PROBES = 2  # the first may come while somebody prefills, and say nothing
 _WORTHWHILE = 1.01  # gain that a change of K must promise
 
 
@@ -102,7 +104,7 @@ class AutoK:
     """Chooses K for each step and learns from what became of it. Host only; a step costs microseconds.
 
     choices: the values of K, ascending, from 0. slots: bucket sizes of the batch: a step computes a whole bucket.
-    num_observed: steps so far.
+    num_observed: steps that were measured so far.
     Raises ValueError for other choices.
     """
 
@@ -115,7 +117,9 @@ class AutoK:
         self._rows = np.outer(self.slots, 1 + np.array(self.choices))
         self._drafts = np.broadcast_to(np.array(self.choices), self._rows.shape)
         self._fit: StepTime | None = None
-        self.num_observed = self._since_drafts = 0
+        self.num_observed = self._unseen = 0  # unseen: steps measured since one with drafts
+        # What follows depends on the calls of `choose` alone, which ranks make together.
+        self._num_chosen = self._without = 0  # without: choices of 0 in a row
         self._current: int | None = None
 
     def observe(self, windows: Sequence[tuple[int, int]], num_running: int, num_drafts: int, seconds: float) -> None:
@@ -126,7 +130,7 @@ class AutoK:
         if not seconds > 0:
             raise ValueError(f"seconds is {seconds}; it must be > 0")
         if num_drafts:
-            self._windows *= _KEEP if self._since_drafts < _PROBE_EVERY else _KEEP_AT_PROBE
+            self._windows *= _KEEP if self._unseen < _PROBE_EVERY // 2 else _KEEP_AT_PROBE
         for drafts, emitted in windows:
             self._windows[0, : min(drafts, emitted)] += 1
             self._windows[1, : emitted - 1] += 1
@@ -135,9 +139,7 @@ class AutoK:
         self._times[:, cell[0]] *= _KEEP_UNUSED
         self._times[:, *cell] = weight + 1, total + seconds**_POWER
         self.num_observed += 1
-        self._since_drafts = 0 if num_drafts else self._since_drafts + 1
-        if self.num_observed % _FIT_EVERY == 1:
-            self._fit = None
+        self._unseen = 0 if num_drafts else self._unseen + 1
 
     @property
     def statistics(self) -> np.ndarray:
@@ -148,17 +150,24 @@ class AutoK:
         """K for a step of `num_running` requests (under data parallelism: the most of any rank)."""
         if num_running == 0:
             return 0
-        if self._since_drafts >= _PROBE_EVERY:
-            return self.choices[1]
-        windows, times = self._split(self.statistics if statistics is None else statistics)
-        if self._fit is None or statistics is not None:
+        self._num_chosen += 1
+        chosen = self._chosen(num_running, self.statistics if statistics is None else statistics)
+        self._without = 0 if chosen else self._without + 1
+        if self._without > _PROBE_EVERY:
+            chosen = self.choices[1]
+            self._without %= _PROBE_EVERY + _PROBES
+        return chosen
+
+    def _chosen(self, num_running: int, statistics: np.ndarray) -> int:
+        windows, times = self._split(statistics)
+        if self._fit is None or self._num_chosen % _FIT_EVERY == 1:
             self._fit = self._fitted(times)
         row = self.slots.index(bucket(self.slots, num_running))
         throughput = self._throughput(row, windows, times)
         best = int(np.argmax(throughput))
         if self._current is None or throughput[best] > _WORTHWHILE * throughput[self._current]:
             self._current = best
-        if self.num_observed % _TRY_EVERY == 0:
+        if self._num_chosen % _TRY_EVERY == 0:
             return self.choices[self._neighbour(times[0, row])]
         return self.choices[self._current]
 

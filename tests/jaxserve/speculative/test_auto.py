@@ -1,5 +1,7 @@
 """The automatic K: its parts by arithmetic, and the whole on simulated machines whose best K is known."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -105,15 +107,30 @@ def test_it_notices_that_drafts_became_good():
 
 
 def test_ranks_that_add_up_decide_alike():
+    """In every step of a long run in which they measure different things, and some steps only on one of them."""
     machine, rng = MACHINES["ridge at 8 rows"], np.random.default_rng(0)
-    ranks = [AutoK(CHOICES, SLOTS) for _ in range(2)]
-    simulate(ranks[0], machine, np.full(7, 0.9), 4, 200, rng)
-    simulate(ranks[1], machine, np.full(7, 0.1), 64, 200, rng)
-    for rank in ranks:
-        rank._current = None
-    total = sum(rank.statistics for rank in ranks)
-    for batch in (1, 4, 64, 200):
-        assert len({rank.choose(batch, total) for rank in ranks}) == 1
+    ranks, rates, batches, made = [AutoK(CHOICES, SLOTS) for _ in range(2)], (0.9, 0.1), (4, 64), set()
+    for step in range(2000):
+        total = sum(rank.statistics for rank in ranks)
+        drafts, other = (rank.choose(max(batches), total) for rank in ranks)
+        assert drafts == other
+        made.add(drafts)
+        for rank, rate, batch in zip(ranks, rates, batches, strict=True):
+            if rng.random() < rate:
+                accepted = np.cumprod(rng.random((batch, drafts)) < rate * (step < 1000), axis=1).sum(axis=1)
+                time = float(machine(np.array(bucket(SLOTS, batch) * (1 + drafts)), np.array(drafts)))
+                rank.observe([(drafts, 1 + int(a)) for a in accepted], batch, drafts, time * rng.uniform(0.9, 1.1))
+    assert len(made) >= 4
+    assert ranks[0].num_observed > 3 * ranks[1].num_observed
+
+
+def test_drafts_are_tried_again_though_no_step_was_measured():
+    """Where there are none, and somebody always prefills."""
+    auto = AutoK((0, 3), SLOTS)
+    simulate(auto, StepTime(0.0, 0.0, 0.01, 0.0), np.zeros(3), 4, 100, np.random.default_rng(0))
+    tried = [step for step in range(1000) if auto.choose(4)]
+    assert len(tried) >= 4
+    assert max(b - a for a, b in itertools.pairwise([0, *tried, 1000])) < 270
 
 
 def test_nobody_running():
