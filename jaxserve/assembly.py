@@ -18,6 +18,7 @@ from jaxserve.scheduler_config import SchedulerConfig
 from jaxserve.speculative import SuffixProposer, Target, make_proposer, make_suffix_proposer
 from jaxserve.speculative.build import required_feature_layers
 from jaxserve.speculative.config import SpeculativeConfig
+from jaxserve.speculative.proposer import Proposer
 from jaxserve.step import Parts
 from jaxserve.structured.config import StructuredOutputsConfig
 from models.base import Model
@@ -76,7 +77,7 @@ def assemble(model: Model, tokenizer: Any | None, config: EngineConfig) -> Assem
     structured = None if tokenizer is None else config.structured_outputs
     if structured is not None and parts.sampler.markers is not None and not structured.enable_in_reasoning:
         parts = replace(parts, grammar_marker=parts.sampler.markers.end)
-    draft_counts = _draft_counts(speculation, structured)
+    draft_counts = _draft_counts(speculation, proposer, structured)
     drafts = draft_counts[-1]
     has_draft_kv = proposer is not None and proposer.stores_kv
     scheduler = _scheduler_config(config, max_model_len, drafts, drafts if has_draft_kv else 0)
@@ -120,10 +121,13 @@ def _with_attention(model: Model, config: EngineConfig) -> Model:
     return model.with_attention_implementation(config.attention_implementation, config.block_size)
 
 
-def _draft_counts(speculation: SpeculativeConfig | None, structured: StructuredOutputsConfig | None) -> tuple[int, ...]:
+def _draft_counts(
+    speculation: SpeculativeConfig | None, proposer: Proposer | None, structured: StructuredOutputsConfig | None
+) -> tuple[int, ...]:
     """Every K that a step may have: without speculation, drafts are what a grammar forces."""
     if speculation is not None:
-        return speculation.draft_counts
+        most = speculation.max_drafts if proposer is None else proposer.num_speculative_tokens
+        return tuple(sorted({min(k, most) for k in speculation.draft_counts}))
     return (0,) if structured is None or not structured.num_forced_tokens else (0, structured.num_forced_tokens)
 
 

@@ -36,7 +36,8 @@ class Target:
 
 
 def make_proposer(config: SpeculativeConfig, target: Target) -> Proposer:
-    """The proposer of every method but suffix, with K = config.max_drafts. Weights are read by its `load_params`.
+    """The proposer of every method but suffix, with K = config.max_drafts ("auto": as far as Medusa has heads). Weights
+    are read by its `load_params`.
 
     Raises FileNotFoundError, or ValueError naming what does not fit the target or is unsupported.
     """
@@ -55,7 +56,9 @@ def make_proposer(config: SpeculativeConfig, target: Target) -> Proposer:
         return _draft_model(config, target, replicated)
     model = _llama(config, target)
     if config.method == "medusa":
-        return MedusaProposer(load_medusa(_path(config), model), k, config.probabilistic, replicated)
+        heads = load_medusa(_path(config), model)
+        k = min(k, heads.num_heads) if config.num_speculative_tokens == "auto" else k
+        return MedusaProposer(heads, k, config.probabilistic, replicated)
     assert config.method is not None
     head = _HEADS[config.method](_path(config, model), model)
     return HiddenStateProposer(

@@ -21,6 +21,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from jaxserve import LLM, LogitsProcessor, Row, SamplingParams
+from jaxserve.speculative.config import AUTO_DRAFTS
 from jaxserve.speculative.ngram import NgramProposer
 
 V, D, LAYERS, DRAFT_V = 16, 16, 2, 9
@@ -127,13 +128,13 @@ def write_eagle3(path: Path) -> str:
     return weights.write(CONFIG | changes | {"eagle_config": layers})
 
 
-def write_medusa(path: Path) -> str:
+def write_medusa(path: Path, heads: int = 7) -> str:
     weights = Weights(path, 4)
-    for i in range(7):
+    for i in range(heads):
         weights.linear(f"{i}.0.linear", D, D)
         weights.tensors[f"{i}.0.linear.bias"] = np.full(D, 0.1, np.float32)
         weights.linear(f"{i}.1", V, D, scale=3.0)
-    return weights.write({"medusa_num_heads": 7, "medusa_num_layers": 1, "hidden_size": D, "vocab_size": V})
+    return weights.write({"medusa_num_heads": heads, "medusa_num_layers": 1, "hidden_size": D, "vocab_size": V})
 
 
 def add_mtp(weights: Weights) -> None:
@@ -183,6 +184,7 @@ def make_llm(paths: dict[str, str]) -> Callable[..., LLM]:
             if method in paths:
                 asked = {"model": paths[method]} | asked
         drafts = asked["num_speculative_tokens"] if asked else 0
+        drafts = AUTO_DRAFTS if drafts == "auto" else drafts
         defaults = {"dtype": "float32", "max_model_len": 64, "max_num_seqs": 4, "num_blocks": 8}
         defaults |= {"max_num_batched_tokens": 4 * (1 + drafts) + 17, "logits_processors": [Every]}
         defaults |= {"reasoning_config": {"start": [9], "end": [10, 11]}, "speculative_config": asked}
@@ -305,6 +307,15 @@ def triples(make_llm: Any) -> Callable[[LLM | None], tuple[np.ndarray, list[int]
 
     plain = count(make_llm(None, num_blocks=40))
     return lambda llm: plain if llm is None else count(llm)
+
+
+def test_automatic_drafts_are_as_many_as_there_are_heads(make_llm: Any, plain: Any, tmp_path: Path) -> None:
+    few = {"model": write_medusa(tmp_path / "few", 4), "num_speculative_tokens": "auto"}
+    llm = make_llm("medusa", few)
+    assert answers(llm) == plain
+    assert len(llm.stats().speculation.num_accepted_tokens_per_pos) == 4
+    with pytest.raises(ValueError, match=r"num_speculative_tokens .*\[0, 4\]"):
+        make_llm("medusa", few | {"num_speculative_tokens": 5})
 
 
 # ---- what is accepted, and what is reused ----
