@@ -105,6 +105,7 @@ def propose(
     parts: Parts,
     drafts: int,
     pages: int,
+    num_foreign: int,
     weights: Weights,
     draft_kv: Any,
     state: BatchState,
@@ -112,10 +113,13 @@ def propose(
     n_emitted: jax.Array,
     run: jax.Array,
 ) -> tuple[Any, BatchState]:
-    """Up to `drafts` drafts for every slot that took part in a step, after `sample` gave it n_emitted [B] tokens."""
+    """Up to `drafts` drafts for every slot that took part in a step, after `sample` gave it n_emitted [B] tokens.
+
+    num_foreign: as in ProposeContext.
+    """
     assert parts.proposer is not None
     proposer = parts.proposer.with_num_speculative_tokens(drafts)
-    context = propose_context(state, n_emitted, run, pages, hidden)
+    context = replace(propose_context(state, n_emitted, run, pages, hidden), num_foreign=num_foreign)
     with jax.named_scope("propose"):
         proposal = proposer.propose(weights.proposer, draft_kv, context, parts.mesh)
     return proposal.kv, _with_drafts(parts, state, proposal.drafts, proposal.draft_logits, run)

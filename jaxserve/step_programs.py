@@ -2,7 +2,7 @@
 
 ("move",)  ("fill", length)  ("tables", rows)  ("prefill", tiles, pages)  ("score", tiles, pages)
 ("forward", slots, pages, drafts)  ("sample", slots, shaped, structured, drafts)
-("propose", slots, pages, drafts verified (0 where nobody reads hidden states), drafts)  ("continue", slots, drafts)
+("propose", slots, pages, drafts verified (0 where nobody has to know), drafts)  ("continue", slots, drafts)
 ("upload",)  ("masks", rows)  ("grammars", rows)
 """
 
@@ -59,8 +59,7 @@ class StepPrograms:
             yield from (("masks", n) for n in b.mask_rows)
         if self.parts.proposer is not None:
             pages = b.pages if self.cache.draft_kv is not None else b.pages[-1:]
-            verified = counts if self.cache.boundary is not None else (0,)
-            proposed = self.proposed_counts
+            verified, proposed = self._verified_counts, self.proposed_counts
             yield from (("propose", s, p, j, k) for s in b.slots for p in pages for j in verified for k in proposed)
         if self.host_drafts:
             yield from (("continue", s, k) for s in b.slots for k in counts if k)
@@ -110,7 +109,7 @@ class StepPrograms:
         return self._program(key, sample, args, donated=(0,), outputs=(self.state, output))
 
     def _propose(self, key: Hashable, slots: int, pages: int, verified: int, drafts: int) -> Program:
-        propose = partial(last_step.propose, self.parts, drafts, pages)
+        propose = partial(last_step.propose, self.parts, drafts, pages, verified)
         hidden, n_emitted = self._hidden(slots, verified), self._i32(slots)
         args = (self.weights, self.cache.draft_kv, self.state, hidden, n_emitted, self._run(slots))
         return self._program(key, propose, args, donated=(1, 2), outputs=(self.cache.draft_kv, self.state))
@@ -141,6 +140,15 @@ class StepPrograms:
         if self.parts.proposer is None:
             return ()
         return tuple(k for k in self.draft_counts if k or self.cache.draft_kv is not None)
+
+    @property
+    def _verified_counts(self) -> tuple[int, ...]:
+        """The K before it, of which a proposer has to know: where it reads hidden states, and where it has KV and some
+        request has a grammar, whose drafts are none of its own."""
+        if self.cache.boundary is not None:
+            return self.draft_counts
+        may_be_foreign = self.grammars is not None and self.cache.draft_kv is not None
+        return tuple(sorted({0, *self.draft_counts})) if may_be_foreign else (0,)
 
     @property
     def _structured(self) -> tuple[bool, ...]:

@@ -57,8 +57,8 @@ class DraftModelProposer:
 
     def propose(self, params: Params, kv: Any, context: ProposeContext, mesh: Mesh | None) -> Proposal:
         with jax.named_scope("draft_model"):
-            hidden, kv = self.model.forward(params, kv, newest_two(context), self._mesh(mesh))
-            return self._draft(params, kv, hidden[:, 1], context, mesh)
+            hidden, kv = self.model.forward(params, kv, newest(context), self._mesh(mesh))
+            return self._draft(params, kv, hidden[:, -1], context, mesh)
 
     def _draft(
         self, params: Params, kv: Any, hidden: jax.Array, context: ProposeContext, mesh: Mesh | None
@@ -88,10 +88,13 @@ class DraftModelProposer:
         return None if self.replicated else mesh
 
 
-def newest_two(context: ProposeContext) -> ForwardInputs:
-    """The token before the newest and the newest, of every slot that got one in this step."""
-    positions = context.num_tokens[:, None] - 2 + jnp.arange(2, dtype=jnp.int32)  # [B, 2]
+def newest(context: ProposeContext) -> ForwardInputs:
+    """Of every slot that got a token in this step, what may lack KV: the newest; the one before it, which was the last
+    draft if all were accepted, or the end of the prompt; and, after these, what others drafted."""
+    count = 2 + context.num_foreign
+    positions = context.num_tokens[:, None] - count + jnp.arange(count, dtype=jnp.int32)  # [B, count]
     live = (context.run & (context.n_emitted > 0))[:, None]
+    live &= positions >= (context.num_tokens - context.n_emitted - 1)[:, None]
     tokens = jnp.take_along_axis(context.tokens, jnp.maximum(positions, 0), axis=1)
     return ForwardInputs(tokens, jnp.where(live, positions, -1), context.block_tables)
 

@@ -8,10 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
 
 import models
 from jaxserve import EngineCore, RequestOutput, SamplingParams, StructuredOutputsParams
+from jaxserve.speculative.draft_model import DraftModelProposer
 from tests.jaxserve.spelled import SpelledTokenizer, spelled_model
 
 MakeEngine = Callable[..., EngineCore]
@@ -167,3 +169,35 @@ def test_what_is_forced_takes_fewer_steps(
         steps.append(engine.stats().num_steps)
     assert steps[0] >= 30
     assert steps[1] < 0.5 * steps[0]
+
+
+@pytest.mark.parametrize("backend", ["auto", "llguidance"])
+def test_a_draft_model_has_kv_of_what_was_forced(
+    make_engine: MakeEngine, model: models.MarkovLM, tokenizer: SpelledTokenizer, backend: str
+) -> None:
+    """A draft model with the target's weights has the target's KV, page for page, though it never drafts these texts:
+    pages are shared with later requests."""
+
+    def drafts(config: Any, target: Any) -> DraftModelProposer:
+        return DraftModelProposer(target.model, config.max_drafts, target.model.vocab_size)
+
+    speculation = {"method": "custom", "proposer": drafts, "num_speculative_tokens": 3}
+    engine = make_engine(model, tokenizer, max_num_seqs=2, max_model_len=64, speculative_config=speculation)
+    engine.warmup(progress=False)
+    engine.add_request("free", [5], SamplingParams(max_tokens=5))
+    while engine.has_unfinished():
+        engine.step()
+    for i, regex in enumerate(["(zxwvu){6}", "(zx|y)(wvu[a-c]{3}){6}"]):
+        asked = StructuredOutputsParams(regex=regex, backend=backend)
+        engine.add_request(str(i), [5, 6, 7 + i], SamplingParams(seed=i, max_tokens=40, structured_outputs=asked))
+    longest: dict[str, tuple[list[int], int]] = {}
+    while engine.has_unfinished():
+        for request in engine.scheduler.running:
+            longest[request.request_id] = engine.kv.block_ids(request), request.num_computed_tokens
+        engine.step()
+    assert engine.stats().tokens > 1.5 * engine.stats().num_steps  # some were forced
+    assert engine.num_compilations == 0
+    target, draft = (np.asarray(kv) for kv in (engine.runner.cache.kv, engine.runner.cache.draft_kv))
+    for blocks, length in longest.values():
+        assert length > 20
+        assert draft[blocks].ravel()[:length].tolist() == target[blocks].ravel()[:length].tolist()

@@ -104,7 +104,8 @@ class Simulation:
             "max_tokens_total": lengths + room,
             "temperature": np.zeros(slots, np.float32),
         }
-        return ProposeContext(**{name: _array(value) for name, value in (values | fields).items()})
+        arrays = {name: _array(value) for name, value in (values | fields).items() if name != "num_foreign"}
+        return ProposeContext(**arrays, num_foreign=fields.get("num_foreign", 0))
 
     def _states(self, history):
         if self.hidden is None:

@@ -73,6 +73,20 @@ def test_steps_without_drafts_keep_the_cache_complete(markov, simulation):
     assert proposal.drafts[0].tolist() == greedy_markov(markov, 3)(loud.histories[0])
 
 
+def test_what_others_drafted_is_stored(markov, simulation):
+    """Four tokens that this model never drafted: all are in its KV (of a Markov model the tokens) behind the prompt."""
+    proposer = DraftModelProposer(markov, 3, VOCAB)
+    sim = simulation(proposer, proposer.load_params({}, None))
+    sim.start(0, PROMPTS[2])
+    sim.start(2, PROMPTS[1])
+    proposal = sim.step([[8, 8, 2, 0], [], [5]], num_foreign=3)
+    for slot in (0, 2):
+        assert proposal.drafts[slot].tolist() == greedy_markov(markov, 3)(sim.histories[slot])
+        page, offset = sim.kv.shape[1], np.arange(len(sim.histories[slot]))
+        stored = np.asarray(sim.kv)[sim.tables[slot][offset // page], offset % page]
+        assert stored.tolist() == sim.histories[slot]
+
+
 def test_pages_of_a_prefix_are_shared(markov, simulation):
     proposer = DraftModelProposer(markov, 2, VOCAB)
     sim = simulation(proposer, proposer.load_params({}, None))
