@@ -26,7 +26,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     print("\n" + done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(file.read_text())
+    return json.loads(file.read_text())["programs"]
 
 
 def test_state_is_updated_in_place(programs: list[dict]) -> None:
@@ -53,7 +53,11 @@ def test_nothing_else_is_large(programs: list[dict]) -> None:
         layers = 79 if program["name"] == "prefill" else 80
         assert sum(c["count"] for c in reduced) == (2 * layers + 1 if activations else 0)
         rest = [c for c in program["collectives"] if c not in reduced and c["kind"] != "all-to-all"]
-        assert all(c["bytes"] <= 64_000 for c in rest)
+        # Split by vocabulary, candidates and sums of tiles go round.
+        limit = {"vocabulary 64": 64 * 4096, "vocabulary 4": 4 * 4096}.get(program["name"], 64_000)
+        if program["name"].startswith("sample drafts") or program["name"] == "sample block mosaic":
+            limit = 128_000
+        assert all(c["bytes"] <= limit for c in rest)
 
 
 def test_a_decode_reads_weights_where_they_are(programs: list[dict]) -> None:
@@ -69,11 +73,11 @@ def test_pages_are_attended_to_in_place(programs: list[dict]) -> None:
     by_name = {program["name"]: program for program in programs}
     for name in ("forward", "verify"):
         gathered, in_place = by_name[name], by_name[f"{name} pages"]
-        assert any(kernel.startswith("mosaic_gpu") for kernel in in_place["kernels"])
-        assert not any(kernel.startswith("mosaic_gpu") for kernel in gathered["kernels"])
+        assert [kernel["name"] for kernel in in_place["kernels"]] == ["attend"] * 80
+        assert not gathered["kernels"]
         assert in_place["temp"] < gathered["temp"]
 
 
 def test_prefill_attention_is_fused(programs: list[dict]) -> None:
     prefill = next(program for program in programs if program["name"] == "prefill")
-    assert any("fmha" in kernel for kernel in prefill["kernels"])
+    assert any("fmha" in name for name in prefill["libraries"])
