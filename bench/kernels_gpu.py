@@ -3,24 +3,33 @@
     python bench/kernels_gpu.py [--rows 1 8 64 256 512] [--vocab 32000 128256 151936] [--json FILE] [--budget SECONDS]
     python bench/kernels_gpu.py --interpret      # tiny shapes on any machine: that the script works, not how fast
 
-An implementation is timed at a vocabulary only if it gives the reference's tokens there, on every case of
-pallas_kernels.cases. Time: of one call among many that are queued, over logits in several buffers that do not fit the
-L2 cache together. GB/s: one read of the logits, or of the keys and values, in that time; copy: of the copy that is
-measured first, the share. What the budget leaves no time for is listed as skipped. Exit status 1 where something is
-wrong, 2 where there is no GPU.
+Right: a program gives the tokens of the "xla" program (attention: is within 0.02 of it) on an input that is timed and
+on the cases of pallas_kernels.cases, in batches of its shape. If not, it is listed as wrong and not timed. torch and
+FlashInfer draw by numbers of their own and are not compared. Time: of one call among many that are queued, over more
+inputs than fit the L2 cache; never less than Python takes to start a call. GB/s: one read of the logits, with q those
+of q too, or of keys and values, in that time, and its share of what a copy reaches.
+
+Order: sampling 64 x 128256, verification, attention, rivals at 64 x 128256, other shapes, rivals there. Each step is
+compiled side by side, for COMPILE seconds at most, then timed with nothing beside it. What a program raises is its
+row's error, and the rest goes on. Nothing is begun after --budget seconds: the rest is listed as skipped. GRACE seconds
+later the process ends, whatever it waits for. The JSON file has every row from the start and is replaced after each.
+Exit status: 1 where a program of ours was wrong or failed, 2 where there is no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import faulthandler
 import json
-import statistics
+import os
+import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
+from importlib.util import find_spec
+from itertools import cycle, islice, product
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +40,23 @@ import numpy as np
 from pallas_kernels import Filters, Proposal, paged_attention, rejection_sample, top_k_top_p_sample
 from pallas_kernels.cases import BENCH_ROWS, BENCH_VOCABS, draft_case, sampling_case
 
-CACHE = 64 << 20  # bytes of L2 that the buffers together must exceed
+CACHE = 64 << 20  # bytes of L2 that the inputs together must exceed
 TOP_K, TOP_P = 50, 0.9
-DRAFTS, SLOTS = 3, 64
+GOAL, SLOTS, DRAFTS = (64, 128256), 64, 3
 KEYS, PAGE, WIDTH = 2352, 16, 128
+BUDGET, GRACE, COMPILE = 420, 30, 120  # seconds: with the start, a run stays below eight minutes
+PENDING, SKIPPED, STUCK = "not reached", "skipped: out of time", "TimeoutError: it did not come back"
+VERIFICATIONS = ("standard", "block with q", "standard with q", "coupled")
+RIVALS = ("torch", "flashinfer")
 Call = Callable[[], Any]
+Arguments = tuple[Any, ...]
+Batch = tuple[Sequence[str], Arguments]  # names of the rows, and the arguments
 
 
 @dataclass
 class Result:
-    """A row of the table. vocab: columns of the logits, or keys of a request. bytes: of the input. ms, gb_per_s: None
-    where nothing was timed, note says why."""
+    """A row of the table. vocab: columns of the logits, or keys of a request. bytes: of the input. ms and what follows
+    from it are None where nothing was timed; note or error then says why."""
 
     operation: str
     implementation: str
@@ -51,125 +66,170 @@ class Result:
     ms: float | None = None
     gb_per_s: float | None = None
     copy_share: float | None = None
-    note: str = ""
+    note: str = PENDING
+    error: str = ""
 
 
-# ---- time
+@dataclass(frozen=True)
+class Problem:
+    """results: of implementations that are given the same, "xla" first. arguments: of calls that take turns. cases:
+    compared beside the first of these. function: of them and `implementation`. differ: in which rows two outputs do."""
+
+    results: list[Result]
+    arguments: Callable[[], Iterator[Arguments]]
+    cases: Callable[[], Iterable[Batch]]
+    function: Callable[..., Any]
+    differ: Callable[[Any, Any], Any]
+
+    def wrong(self, batches: list[Batch], got: list[Any], want: list[Any]) -> str:
+        """The names of rows that differ, each once."""
+        differ = [self.differ(*outputs) for outputs in zip(got, want, strict=True)]
+        names = [name for (names, _), rows in zip(batches, differ, strict=True) for name in np.array(names)[rows]]
+        return ", ".join(dict.fromkeys(names))
 
 
-def queued_ms(calls: list[Call], wait: Callable[[Any], Any], repeats: int) -> float:
-    """Of one call, in turn over `calls`: the median of five runs of `repeats` calls that are queued together."""
+def queued_ms(calls: list[Call], wait: Callable[[Any], Any], repeats: int, runs: int = 5) -> float:
+    """Of one call, in turn over `calls`: the median of runs of `repeats` calls that are queued together."""
     wait([call() for call in calls])
-    times = []
-    for _ in range(5):
+    turn, times = cycle(calls), []
+    for _ in range(runs):
         started = time.perf_counter()
-        wait([calls[i % len(calls)]() for i in range(repeats)])
+        wait([call() for call in islice(turn, repeats)])
         times.append((time.perf_counter() - started) / repeats)
-    return statistics.median(times) * 1e3
+    return sorted(times)[runs // 2] * 1e3
 
 
 def copy_bandwidth(size: int) -> float:
     """GB/s of reading and writing `size` bytes by XLA."""
     x = jnp.zeros(size // 4, jnp.float32)
-    copy = jax.jit(lambda x: x + 1)
-    return 2 * size / queued_ms([partial(copy, x)], jax.block_until_ready, 20) / 1e6
-
-
-# ---- what is compared
+    return 2 * size / queued_ms([partial(jax.jit(lambda x: x + 1), x)], jax.block_until_ready, 20) / 1e6
 
 
 def filters(rows: int) -> Filters:
-    return Filters(
-        temperature=jnp.full(rows, 1.0),
-        min_p=jnp.zeros(rows),
-        top_k=jnp.full(rows, TOP_K, jnp.int32),
-        top_p=jnp.full(rows, TOP_P),
-    )
+    k, p = jnp.full(rows, TOP_K, jnp.int32), jnp.full(rows, TOP_P, jnp.float32)
+    return Filters(temperature=jnp.ones(rows), min_p=jnp.zeros(rows), top_k=k, top_p=p)
 
 
-def logits(rows: int, vocab: int) -> list[jax.Array]:
+def logits(rows: int, vocab: int) -> Iterator[jax.Array]:
     """Buffers of normal logits: as many as do not fit the cache together."""
     count = 1 + CACHE // (4 * rows * vocab) if rows * vocab > 1000 else 1
-    keys = jax.random.split(jax.random.key(0), min(count, 64))
-    return [3 * jax.random.normal(key, (rows, vocab)) for key in keys]
+    for key in jax.random.split(jax.random.key(0), count):
+        yield 3 * jax.random.normal(key, (rows, vocab))
 
 
-def sampler(implementation: str) -> Callable[..., Any]:
-    return jax.jit(partial(top_k_top_p_sample, implementation=implementation))
+def sampling_arguments(rows: int, vocab: int) -> Iterator[Arguments]:
+    words, same = jax.random.bits(jax.random.key(1), (rows, 8), jnp.uint32), filters(rows)
+    return ((x, same, words) for x in logits(rows, vocab))
 
 
-def verifier(implementation: str, method: str) -> Callable[..., Any]:
-    return jax.jit(partial(rejection_sample, method=method, implementation=implementation))
-
-
-def sampling_arguments(rows: int, vocab: int) -> list[tuple[Any, ...]]:
-    words = jax.random.bits(jax.random.key(1), (rows, 8), jnp.uint32)
-    return [(x, filters(rows), words) for x in logits(rows, vocab)]
-
-
-def verifying_arguments(slots: int, vocab: int) -> list[tuple[Any, ...]]:
-    """Drafts that are the most probable tokens, so that some are kept."""
+def verifying_arguments(slots: int, vocab: int) -> Iterator[Arguments]:
+    """Drafts that are the most probable tokens of a q near p, so that some are kept."""
     words = jax.random.bits(jax.random.key(1), (slots, 1 + DRAFTS, 8), jnp.uint32)
     uniforms = jax.random.uniform(jax.random.key(2), (slots, DRAFTS))
-    shaped = [x.reshape(slots, 1 + DRAFTS, vocab) for x in logits(slots * (1 + DRAFTS), vocab)]
-    drafts = [jnp.argmax(x[:, :-1], axis=2).astype(jnp.int32) for x in shaped]
-    return [(x, d, filters(slots), words, uniforms) for x, d in zip(shaped, drafts, strict=True)]
+    for rows in logits(slots * (1 + DRAFTS), vocab):
+        p = rows.reshape(slots, 1 + DRAFTS, vocab)
+        q = p[:, :-1] + 0.5 * jax.random.normal(jax.random.key(3), (slots, DRAFTS, vocab))
+        drafts = jnp.argmax(q, axis=2).astype(jnp.int32)
+        yield p, drafts, filters(slots), words, uniforms, Proposal(q, filters(slots))
 
 
-def attention(implementation: str) -> Callable[..., Any]:
-    return jax.jit(partial(paged_attention, implementation=implementation))
-
-
-def attending_arguments(slots: int, length: int, keys: int, heads: int) -> list[tuple[Any, ...]]:
-    """Pools of several layers, which take turns; every request has `keys` keys, on pages in any order."""
+def attending_arguments(slots: int, length: int, keys: int, heads: int) -> Iterator[Arguments]:
+    """Pools of several layers, which take turns; every request has `keys` keys, on pages in any order. 8 query heads
+    to a KV head; one KV head is what a GPU of eight that share 70B has."""
     pages = -(-keys // PAGE)
-    layers = 1 + CACHE // (slots * keys * heads * WIDTH * 4) if slots > 1 else 1
+    layers = 1 + CACHE // (slots * keys * heads * WIDTH * 4) if slots * keys > 1000 else 1
     keys_of = jax.random.split(jax.random.key(3), 4)
-    pools = [
-        jax.random.normal(key, (layers, 1 + slots * pages, PAGE, heads, WIDTH), jnp.bfloat16) for key in keys_of[:2]
-    ]
+    shape = layers, 1 + slots * pages, PAGE, heads, WIDTH
+    pools = [jax.random.normal(key, shape, jnp.bfloat16) for key in keys_of[:2]]
     q = jax.random.normal(keys_of[2], (slots, length, heads, 8, WIDTH), jnp.bfloat16)
     tables = 1 + jax.random.permutation(keys_of[3], slots * pages).reshape(slots, pages).astype(jnp.int32)
     positions = jnp.broadcast_to(keys - length + jnp.arange(length), (slots, length)).astype(jnp.int32)
-    return [(q, *pools, jnp.int32(layer), tables, positions) for layer in range(layers)]
+    return ((q, *pools, jnp.int32(layer), tables, positions) for layer in range(layers))
 
 
-# ---- right
+def in_batches(names: Sequence[str], arguments: Arguments, rows: int) -> Iterator[Batch]:
+    """Of as many rows as the program has; the last is filled up with the first rows."""
+    index = np.arange(-(-len(names) // rows) * rows) % len(names)
+    for chosen in index.reshape(-1, rows):
+        yield [names[i] for i in chosen], jax.tree.map(lambda x: jnp.asarray(x[chosen]), arguments)
 
 
-def attending_is_wrong(arguments: tuple[Any, ...]) -> str:
-    """How far the kernel is from the definition, empty where it is near."""
-    ours, expected = (attention(name)(*arguments).astype(jnp.float32) for name in ("mosaic", "xla"))
-    difference = float(jnp.max(jnp.abs(ours - expected)))
-    return "" if difference < 0.02 else f"attention differs by {difference}"
-
-
-def sampling_is_right(implementation: str, vocab: int, only: str) -> str:
-    """The cases that differ from the reference; empty where none does."""
-    case = sampling_case(vocab, only=only)
-    drawn, expected = (sampler(name)(case.logits, case.filters, case.words) for name in (implementation, "xla"))
-    differ = (np.asarray(drawn.token) != np.asarray(expected.token)) & np.asarray(expected.finite)
-    differ |= np.asarray(drawn.finite) != np.asarray(expected.finite)
-    return ", ".join(name for name, different in zip(case.names, differ, strict=True) if different)
-
-
-def verifying_is_right(implementation: str, vocab: int, only: str) -> str:
-    """As `sampling_is_right`, of standard verification with a distribution of the drafts."""
+def verifying_cases(slots: int, vocab: int, only: str) -> Iterator[Batch]:
+    """The cases have fewer drafts than DRAFTS; the others are missing, and what belongs to them is not looked at."""
     case = draft_case(vocab, only)
-    proposal = Proposal(jnp.asarray(case.draft_logits), case.draft_filters)
-    arguments = case.logits, case.drafts, case.filters, case.words, case.uniforms
-    got, expected = (
-        verifier(name, "standard")(*arguments, proposal=proposal).tokens for name in (implementation, "xla")
+
+    def wide(x: np.ndarray, **how: Any) -> Any:
+        missing = DRAFTS - case.drafts.shape[1]
+        return np.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2), **how or {"mode": "edge"})
+
+    p, words, uniforms, q = map(wide, (case.logits, case.words, case.uniforms, case.draft_logits))
+    drafts = wide(case.drafts, constant_values=-1)
+    arguments = p, drafts, case.filters, words, uniforms, Proposal(q, case.draft_filters)
+    return in_batches(case.names, arguments, slots)
+
+
+def sampling(rows: int, vocab: int, names: list[str], only: str) -> Problem:
+    def cases() -> Iterator[Batch]:
+        case = sampling_case(vocab, only=only)
+        return in_batches(case.names, (case.masked, case.filters, case.words), rows)
+
+    return Problem(
+        [Result("top_k_top_p_sample", name, rows, vocab, 4 * rows * vocab) for name in names],
+        partial(sampling_arguments, rows, vocab),
+        cases,
+        top_k_top_p_sample,
+        lambda got, want: (got.finite != want.finite) | (want.finite & (got.token != want.token)),
     )
-    differ = (np.asarray(got) != np.asarray(expected)).any(axis=1)
-    return ", ".join(name for name, different in zip(case.names, differ, strict=True) if different)
 
 
-# ---- rivals that are not JAX's
+def verify(kind: str, *given: Any, **options: Any) -> Any:
+    *window, uniforms, q = given
+    options |= {} if kind == "coupled" else {"uniforms": uniforms}
+    options |= {"proposal": q} if kind.endswith("with q") else {}
+    return rejection_sample(*window, method=kind.split()[0], **options)
 
 
-def torch_calls(rows: int, vocab: int) -> tuple[list[Call], Callable[[Any], Any]]:
-    """The usual way: sort, cumulative sum, mask, softmax, exponential race."""
+def verifying(kind: str, slots: int, vocab: int, names: list[str], only: str) -> Problem:
+    rows = slots * (1 + DRAFTS)
+    size = 4 * vocab * (rows + slots * DRAFTS * kind.endswith("with q"))
+    return Problem(
+        [Result(f"rejection_sample {kind}", name, rows, vocab, size) for name in names],
+        partial(verifying_arguments, slots, vocab),
+        partial(verifying_cases, slots, vocab, only),
+        partial(verify, kind),
+        lambda got, want: (got.finite != want.finite) | (got.tokens != want.tokens).any(axis=1),
+    )
+
+
+def attending(slots: int, length: int, keys: int, names: list[str]) -> Problem:
+    return Problem(
+        [Result(f"paged_attention 1 + {length - 1}", name, slots, keys, slots * keys * WIDTH * 4) for name in names],
+        partial(attending_arguments, slots, length, keys, 1),
+        lambda: (),
+        paged_attention,
+        # "not near" instead of "far": NaN is neither
+        lambda got, want: ~(abs(np.float32(got) - np.float32(want)) < 0.02).reshape(slots, -1).all(axis=1),
+    )
+
+
+def plan(rows: list[int], vocabs: list[int], names: list[str], rivals: list[str], tiny: bool) -> list[list[Problem]]:
+    """Steps, the most important first; of the other shapes those of one number of rows are a step."""
+    only, slots, keys, vocab = ("top_k 1", 1, 80, 100) if tiny else ("", SLOTS, KEYS, GOAL[1])
+    without_triton = [name for name in names if name != "triton"]
+    shapes = [(2, 100)] if tiny else list(product(rows, vocabs))
+    first, rest = [s for s in shapes if s == GOAL], [s for s in shapes if s != GOAL]
+    return [
+        [sampling(*shape, names, only) for shape in first],
+        [verifying(kind, slots, vocab, without_triton, "one draft" if tiny else "") for kind in VERIFICATIONS],
+        [attending(slots, length, keys, without_triton) for length in (1, 1 + DRAFTS)],
+        [sampling(*shape, rivals, "") for shape in first],
+        *([sampling(*shape, names, only) for shape in rest if shape[0] == count] for count in dict(shapes)),
+        [sampling(*shape, rivals, "") for shape in rest],
+    ]
+
+
+def rival_calls(name: str, rows: int, vocab: int) -> tuple[list[Call], Callable[[Any], Any]]:
+    """flashinfer's kernel, or torch in the usual way: sort, cumulative sum, mask, softmax, exponential race."""
     import torch
 
     def call(x: Any) -> Any:
@@ -179,168 +239,162 @@ def torch_calls(rows: int, vocab: int) -> tuple[list[Call], Callable[[Any], Any]
         p[p.cumsum(dim=-1) - p > TOP_P] = 0
         return ids.gather(1, (p / torch.empty_like(p).exponential_()).argmax(dim=-1, keepdim=True))
 
-    buffers = [torch.from_dlpack(x) for x in logits(rows, vocab)]
-    return [partial(call, x) for x in buffers], lambda _: torch.cuda.synchronize()
+    if name == "flashinfer":
+        import flashinfer
+
+        call = partial(flashinfer.sampling.top_k_top_p_sampling_from_logits, top_k=TOP_K, top_p=TOP_P)
+    return [partial(call, torch.from_dlpack(x)) for x in logits(rows, vocab)], lambda _: torch.cuda.synchronize()
 
 
-def flashinfer_calls(rows: int, vocab: int) -> tuple[list[Call], Callable[[Any], Any]]:
-    import flashinfer
-    import torch
-
-    sample = flashinfer.sampling.top_k_top_p_sampling_from_logits
-    buffers = [torch.from_dlpack(x) for x in logits(rows, vocab)]
-    return [partial(sample, x, TOP_K, TOP_P) for x in buffers], lambda _: torch.cuda.synchronize()
-
-
-RIVALS = {"torch": torch_calls, "flashinfer": flashinfer_calls}
-
-
-# ---- the runs
+class Untimed(Exception):
+    """Why a row has no time where nothing failed."""
 
 
 class Bench:
-    """Until `deadline`, of time.monotonic. interpret: nothing is timed."""
+    """Steps of problems until `deadline`, of time.monotonic. `file` has every row from the start."""
 
-    def __init__(self, implementations: list[str], deadline: float, interpret: bool) -> None:
-        self.implementations, self.deadline, self.interpret = implementations, deadline, interpret
-        self.repeats = 1 if interpret else 100
-        self.copy = copy_bandwidth(1 << 20 if interpret else 1 << 30)
+    def __init__(self, steps: list[list[Problem]], deadline: float, tiny: bool, file: Path | None = None) -> None:
+        self.steps, self.deadline, self.tiny, self.file = steps, deadline, tiny, file
+        self.results = [result for step in steps for problem in step for result in problem.results]
+        self.figures: dict[str, Any] = {"jax": jax.__version__, "device": None, "copy_gb_per_s": None}
+        self.current: Result | None = None
+        self.lock = threading.Lock()  # the end may come while a row is written
 
-    def time(self, result: Result, calls: list[Call], wait: Callable[[Any], Any]) -> Result:
-        result.ms = queued_ms(calls, wait, self.repeats)
+    def run(self) -> int:
+        """The exit status."""
+        self.write()
+        self.figures["device"] = jax.devices()[0].device_kind
+        if time.monotonic() < self.deadline:
+            self.figures["copy_gb_per_s"] = copy_bandwidth(1 << 20 if self.tiny else 1 << 30)
+        print(", ".join(f"{name} {value}" for name, value in self.figures.items()), flush=True)
+        for step in self.steps:
+            programs = self.compile(step)
+            for problem in step:
+                self.measure(problem, programs)
+        return self.status()
+
+    def compile(self, step: list[Problem]) -> dict[int, Future[Any]]:
+        """Programs by the id of their result. Those that are not ready in time are not waited for."""
+
+        def program(problem: Problem, implementation: str) -> Any:
+            self.in_time()
+            shapes = jax.eval_shape(lambda: next(problem.arguments()))
+            return jax.jit(partial(problem.function, implementation=implementation)).lower(*shapes).compile()
+
+        pool = ThreadPoolExecutor(8)  # one a step, for a thread that does not come back would keep its place
+        ours = [(p, r) for p in step for r in p.results if r.implementation not in RIVALS]
+        programs = {id(r): pool.submit(program, p, r.implementation) for p, r in ours}
+        left = max(0, self.deadline - time.monotonic())
+        wait(programs.values(), timeout=left if self.tiny else min(left, COMPILE))
+        pool.shutdown(wait=False, cancel_futures=True)
+        return programs
+
+    def in_time(self) -> None:
+        if time.monotonic() >= self.deadline:
+            raise Untimed(SKIPPED)
+
+    def measure(self, problem: Problem, programs: dict[int, Future[Any]]) -> None:
+        reference: list[Any] = []
+
+        @cache
+        def inputs() -> tuple[list[Arguments], list[Batch]]:
+            timed = list(problem.arguments())
+            names = [f"timed input {i}" for i in range(len(timed[0][0]))]
+            return jax.block_until_ready((timed, [(names, timed[0]), *problem.cases()]))
+
+        def ours(result: Result) -> None:
+            future = programs[id(result)]
+            if future.cancelled() or not future.done():
+                raise TimeoutError(f"not compiled in {COMPILE} s")
+            program, (timed, batches) = future.result(), inputs()
+            outputs = []
+            for _, arguments in batches:
+                self.in_time()
+                outputs.append(jax.tree.map(np.asarray, program(*arguments)))
+            if result.implementation == "xla":
+                reference.extend(outputs)
+            if not reference:
+                raise Untimed("skipped: nothing to compare with")
+            if wrong := problem.wrong(batches, outputs, reference):
+                raise Untimed(f"wrong: {wrong}")
+            self.time(result, [partial(program, *arguments) for arguments in timed], jax.block_until_ready)
+
+        for result in problem.results:
+            self.current, result.note = result, ""
+            try:
+                self.in_time()
+                if result.implementation in RIVALS:
+                    self.time(result, *rival_calls(result.implementation, result.rows, result.vocab))
+                else:
+                    ours(result)
+            except Untimed as reason:
+                result.note = str(reason)
+            except Exception as error:  # one implementation's failure says nothing about the others
+                result.error = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+            with self.lock:
+                self.current = None
+                print(line(result), flush=True)
+                self.write()
+
+    def time(self, result: Result, calls: list[Call], wait: Callable[[Any], Any]) -> None:
+        self.in_time()
+        result.ms = queued_ms(calls, wait, 1, 1) if self.tiny else queued_ms(calls, wait, 100)
         result.gb_per_s = result.bytes / result.ms / 1e6
-        result.copy_share = result.gb_per_s / self.copy
-        return result
+        result.copy_share = result.gb_per_s / self.figures["copy_gb_per_s"]
 
-    def compiled(
-        self, work: list[tuple[Result, Callable[..., Any], Callable[[], list[tuple[Any, ...]]]]]
-    ) -> Iterator[Result]:
-        """Timed results of functions over lists of arguments. They are compiled side by side, which takes longest, and
-        timed alone."""
-        with ThreadPoolExecutor(8) as pool:
-            programs = [pool.submit(self.compile, function, arguments) for _, function, arguments in work]
-            for (result, _, arguments), program in zip(work, programs, strict=True):
-                if (executable := program.result()) is None or time.monotonic() > self.deadline:
-                    result.note = "skipped: out of time"
-                    yield result
-                else:
-                    yield self.time(result, [partial(executable, *a) for a in arguments()], jax.block_until_ready)
+    def write(self) -> None:
+        """The file, whole at any moment."""
+        if self.file:
+            part = self.file.with_name(self.file.name + ".part")
+            part.write_text(json.dumps(self.figures | {"results": [asdict(r) for r in self.results]}, indent=1))
+            os.replace(part, self.file)
 
-    def compile(self, function: Callable[..., Any], arguments: Callable[[], list[tuple[Any, ...]]]) -> Any:
-        if time.monotonic() > self.deadline:
-            return None
-        shapes = jax.eval_shape(lambda: arguments()[0])
-        return function.lower(*shapes).compile()
+    def status(self) -> int:
+        ours = (r for r in self.results if r.implementation not in RIVALS)
+        return int(any(r.error or r.note.startswith("wrong") for r in ours))
 
-    def sampling(self, rows: list[int], vocabs: list[int], only: str) -> Iterator[Result]:
-        work = []
-        for vocab in vocabs:
-            for name in self.implementations:
-                wrong = "" if name == "xla" else sampling_is_right(name, vocab, only)
-                for count in rows:
-                    result = Result("top_k_top_p_sample", name, count, vocab, 4 * count * vocab)
-                    result.note = wrong and f"wrong: {wrong}"
-                    if wrong:
-                        yield result
-                    else:
-                        work.append((result, sampler(name), partial(sampling_arguments, count, vocab)))
-        work.sort(key=lambda item: (item[0].rows, item[0].vocab) != (64, 128256))  # what the goal is about
-        yield from self.compiled(work)
-
-    def verifying(self, slots: int, vocab: int, only: str) -> Iterator[Result]:
-        work = []
-        for name in (n for n in self.implementations if n != "triton"):
-            wrong = "" if name == "xla" else verifying_is_right(name, min(vocab, 32000), only)
-            for method in ("coupled", "standard"):
-                count = slots * (1 + DRAFTS)
-                result = Result(f"rejection_sample {method}", name, count, vocab, 4 * count * vocab)
-                result.note = wrong and f"wrong: {wrong}"
-                if wrong:
-                    yield result
-                else:
-                    take = 5 if method == "standard" else 4
-                    arguments = partial(first_of, take, partial(verifying_arguments, slots, vocab))
-                    work.append((result, verifier(name, method), arguments))
-        yield from self.compiled(work)
-
-    def attending(self, slots: int, keys: int, heads: int) -> Iterator[Result]:
-        """A decode and a window of 1 + DRAFTS, 8 query heads to a KV head, as on a GPU of eight that share 70B."""
-        work = []
-        for length in (1, 1 + DRAFTS):
-            problem = partial(attending_arguments, slots, length, keys, heads)
-            wrong = attending_is_wrong(problem()[0])
-            for name in (n for n in self.implementations if n != "triton"):
-                size = slots * keys * heads * WIDTH * 4
-                result = Result(f"paged_attention 1 + {length - 1}", name, slots, keys, size)
-                if name == "mosaic" and wrong:
-                    result.note = f"wrong: {wrong}"
-                    yield result
-                else:
-                    work.append((result, attention(name), problem))
-        yield from self.compiled(work)
-
-    def rivals(self, rows: list[int], vocabs: list[int]) -> Iterator[Result]:
-        for name, make in RIVALS.items():
-            if importlib.util.find_spec(name) is None or importlib.util.find_spec("torch") is None:
-                continue
-            for count in rows:
-                for vocab in vocabs:
-                    result = Result("top_k_top_p_sample", name, count, vocab, 4 * count * vocab)
-                    if time.monotonic() > self.deadline:
-                        result.note = "skipped: out of time"
-                    else:
-                        try:
-                            self.time(result, *make(count, vocab))
-                        except Exception as error:  # a rival that does not run here is no reason to stop
-                            result.note = f"failed: {type(error).__name__}: {error}"[:120]
-                    yield result
-
-
-def first_of(count: int, make: Callable[[], list[tuple[Any, ...]]]) -> list[tuple[Any, ...]]:
-    return [arguments[:count] for arguments in make()]
-
-
-def available(interpret: bool) -> list[str]:
-    names = ["xla", "mosaic"]
-    if not interpret and importlib.util.find_spec("jax_triton"):
-        names.append("triton")
-    return names
+    def end(self) -> None:
+        """Of the process, by a thread of its own: what the other one waits for may never come."""
+        with self.lock:
+            for result in (r for r in self.results if r is self.current or r.note == PENDING):
+                result.note, result.error = ("", STUCK) if result is self.current else (SKIPPED, "")
+                print(line(result), flush=True)
+            self.write()
+            os._exit(self.status())
 
 
 def line(result: Result) -> str:
-    figures = result.note or f"{result.ms:9.3f} ms {result.gb_per_s:8.0f} GB/s  {result.copy_share:5.0%} of a copy"
-    return f"{result.operation:26} {result.implementation:10} {result.rows:4} x {result.vocab:6}  {figures}"
+    figures = f"failed: {result.error}" if result.error else result.note
+    figures = figures or f"{result.ms:9.3f} ms {result.gb_per_s:8.0f} GB/s  {result.copy_share:5.0%} of a copy"
+    return f"{result.operation:32} {result.implementation:10} {result.rows:4} x {result.vocab:6}  {figures[:200]}"
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=list(BENCH_ROWS))
     parser.add_argument("--vocab", type=int, nargs="+", default=list(BENCH_VOCABS))
-    parser.add_argument("--budget", type=float, default=450, help="seconds")
+    parser.add_argument("--budget", type=float, default=BUDGET, help="seconds")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--interpret", action="store_true", help="tiny shapes, interpreted, on any machine")
     args = parser.parse_args(argv)
-    if not args.interpret and jax.default_backend() not in ("gpu", "cuda"):
-        print(f"kernels_gpu needs an NVIDIA GPU; JAX's backend is {jax.default_backend()!r} (or use --interpret)")
-        return 2
-    bench = Bench(available(args.interpret), time.monotonic() + args.budget, args.interpret)
-    rows, vocabs, only, slots = ([2], [100], "top_k 1", 1) if args.interpret else (args.rows, args.vocab, "", SLOTS)
-    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, copy {bench.copy:.0f} GB/s", flush=True)
-    results = []
-    for found in (
-        bench.sampling(rows, vocabs, only),
-        bench.verifying(slots, vocabs[0] if args.interpret else 128256, "one draft" if args.interpret else ""),
-        bench.attending(*((1, 80, 1) if args.interpret else (SLOTS, KEYS, 1))),
-        () if args.interpret else bench.rivals(rows, vocabs),
-    ):
-        for result in found:
-            results.append(result)
-            print(line(result), flush=True)
-    if args.json:
-        figures = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "copy_gb_per_s": bench.copy}
-        args.json.write_text(json.dumps(figures | {"results": [asdict(r) for r in results]}, indent=1))
-    return int(any("wrong" in result.note for result in results))
+    tiny = args.interpret
+    names = ["xla", "mosaic"] + ["triton"] * bool(not tiny and find_spec("jax_triton"))
+    rivals = [name for name in RIVALS if not tiny and find_spec("torch") and find_spec(name)]
+    steps = plan(args.rows, args.vocab, names, rivals, tiny)
+    bench = Bench(steps, time.monotonic() + args.budget, tiny, args.json)
+    timer = threading.Timer(args.budget + GRACE, bench.end)
+    timer.start()
+    # The timer cannot run where a library keeps the interpreter's lock; this can.
+    faulthandler.dump_traceback_later(args.budget + GRACE + 10, exit=True, file=2)
+    try:
+        if (backend := jax.default_backend()) not in ("gpu", "cuda") and not tiny:
+            print(f"kernels_gpu needs an NVIDIA GPU; JAX's backend is {backend!r} (or use --interpret)", flush=True)
+            return 2
+        return bench.run()
+    finally:
+        timer.cancel()
+        faulthandler.cancel_dump_traceback_later()
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    os._exit(main())  # the interpreter's own end would wait for compilations that do not come back
