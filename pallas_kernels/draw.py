@@ -53,6 +53,12 @@ def random_uniforms(seed: jax.Array, position: jax.Array, stream: int, count: in
     return jnp.minimum((high + low * 2.0**-32) * 2.0**-32, 1 - 2.0**-24)
 
 
+def check_vocab(vocab: int) -> None:
+    """Raises ValueError where the sums of so many entries may overflow, in whatever implementation of the draw."""
+    if vocab > MAX_VOCAB:
+        raise ValueError(f"vocabulary has {vocab} entries; a draw takes at most {MAX_VOCAB}")
+
+
 def tile_width(vocab: int) -> int:
     """Entries in a tile that is a view of the row: the largest power of two up to 256 that divides `vocab`; 256, and a
     padded row, where that would leave more than 1024 tiles."""
@@ -68,11 +74,10 @@ def draw(values: Any, weight: Weight, words: jax.Array) -> jax.Array:
             where it is fused into the sums, and again for the one tile that the row ends in. Beyond the row values are
             -inf, and must weigh nothing.
     words:  [R, 8] uint32 from `random_words`.
-    Returns [R] int32; never an id of weight 0 unless the whole row is.
+    Returns [R] int32; never an id of weight 0 unless the whole row is. Raises ValueError for a larger V.
     """
     vocab = jax.tree.leaves(values)[0].shape[1]
-    if vocab > MAX_VOCAB:
-        raise ValueError(f"vocabulary has {vocab} entries; a draw takes at most {MAX_VOCAB}")
+    check_vocab(vocab)
     tiles = jax.tree.map(_in_tiles, values)
     ids = jnp.arange(-(-vocab // TILE) * TILE, dtype=jnp.int32).reshape(-1, TILE)
     sums = weight(tiles, ids).sum(-1)  # [R, n]

@@ -44,12 +44,14 @@ def paged_attention(
 
     A key that nobody sees may hold anything; its value has to be finite.
 
-    implementation, interpret: see implementation.choose. "mosaic" is for windows of a few positions: up to 64 rows
+    implementation, interpret: see implementation.choose; interpret is of "mosaic" alone, whatever implementation is
+    named, for a model says it by its platform. "mosaic" is for windows of a few positions: up to 64 rows
     Q * G of a KV head cost what one does. block_shape: see block_shape.attention_shape, which is taken for None.
     Raises ValueError for shapes that do not fit, and where an implementation cannot run.
     """
     _check(q, k_pool, v_pool, block_tables, positions)
-    choice = choose(implementation, interpret, block_shape, available=("xla", "mosaic"))
+    interpret = interpret if implementation == "mosaic" else None
+    choice = choose(implementation, interpret, block_shape, available=("xla", "mosaic"), shape_type=AttentionShape)
     check_attention(choice.name, q.dtype, q.shape[-1], k_pool.shape[2])
     if choice.name == "mosaic":
         from pallas_kernels.mosaic.attention import attend

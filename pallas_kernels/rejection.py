@@ -26,8 +26,10 @@ import jax.numpy as jnp
 
 from pallas_kernels.acceptance import Pair, block_chances, standard_chances
 from pallas_kernels.block_shape import BlockShape
+from pallas_kernels.checks import expect, expect_filters
 from pallas_kernels.distribution import Distribution, Filters
 from pallas_kernels.drafted import Drafted, Proposal, Verified, at, leading, per_row
+from pallas_kernels.draw import check_vocab
 from pallas_kernels.implementation import Choice, choose
 from pallas_kernels.top_k_top_p import top_k_top_p_sample
 from pallas_kernels.verifier import Verifier
@@ -56,7 +58,7 @@ def rejection_sample(
 ) -> Verified:
     """The tokens of S slots with up to K drafts each. Greedy rows take the argmax, in every method.
 
-    logits:   [S, 1+K, V] float32 or bfloat16; row j comes after drafts[:, :j].
+    logits:   [S, 1+K, V] float32 or bfloat16, V at most draw.MAX_VOCAB; row j comes after drafts[:, :j].
     drafts:   [S, K] int32, -1 from the first that is missing; K at most MAX_DRAFTS.
     filters:  of shape [S] or [S, 1+K].
     words:    [S, 1+K, 8] uint32 of draw.random_words, by seed and the position of each row's token.
@@ -71,10 +73,11 @@ def rejection_sample(
     implementation, interpret, block_shape: as of top_k_top_p_sample. Kernels serve every method.
 
     A row with a NaN or nothing but -inf ends its slot before it. Raises ValueError for an unknown method, for an
-    argument that the method needs and lacks, or would ignore, and for a shape that does not fit.
+    argument that the method needs and lacks, or would ignore, for a shape that does not fit, and for an implementation
+    that cannot run.
     """
-    _check(logits, drafts, words, uniforms, method, proposal, rates)
-    choice = choose(implementation, interpret, block_shape, IMPLEMENTATIONS)
+    _check(logits, drafts, filters, words, uniforms, method, proposal, rates, valid)
+    choice = choose(implementation, interpret, block_shape, available=IMPLEMENTATIONS)
     options = {"implementation": choice.name, "interpret": interpret, "block_shape": block_shape}
     slots, width, _ = logits.shape
     valid = jnp.ones(slots, bool) if valid is None else valid
@@ -153,19 +156,24 @@ def _synthetic_chances(window: Drafted, target: Distribution, rates: jax.Array) 
 def _check(
     logits: jax.Array,
     drafts: jax.Array,
+    filters: Filters,
     words: jax.Array,
     uniforms: jax.Array | None,
     method: str,
     proposal: Proposal | None,
     rates: jax.Array | None,
+    valid: jax.Array | None,
 ) -> None:
     if method not in METHODS:
         raise ValueError(f"method is {method!r}; it must be one of {', '.join(METHODS)}")
+    expect("drafts", drafts, ("S", "K"))
     slots, k = drafts.shape
     if k > MAX_DRAFTS:
         raise ValueError(f"drafts has {k} drafts a slot; at most {MAX_DRAFTS} can be verified")
-    _expect("logits", logits, (slots, 1 + k, logits.shape[-1]))
-    _expect("words", words, (slots, 1 + k, 8))
+    expect("logits", logits, (slots, 1 + k, "V"))
+    check_vocab(logits.shape[-1])
+    expect_filters("filters", filters, (slots,), (slots, 1 + k))
+    expect("words", words, (slots, 1 + k, 8))
     for name, value, takers in (
         ("uniforms", uniforms, METHODS[1:]),
         ("proposal", proposal, ("standard", "block")),
@@ -176,13 +184,11 @@ def _check(
         if value is None and method in takers and name != "proposal":
             raise ValueError(f"method {method!r} needs {name}; it is None")
     if uniforms is not None:
-        _expect("uniforms", uniforms, (slots, k))
+        expect("uniforms", uniforms, (slots, k))
     if proposal is not None:
-        _expect("proposal.logits", proposal.logits, (slots, k, logits.shape[-1]))
+        expect("proposal.logits", proposal.logits, (slots, k, logits.shape[-1]))
+        expect_filters("proposal.filters", proposal.filters, (slots,), (slots, k))
     if rates is not None:
-        _expect("rates", rates, (k,))
-
-
-def _expect(name: str, x: jax.Array, shape: tuple[int, ...]) -> None:
-    if tuple(x.shape) != shape:
-        raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be {shape}")
+        expect("rates", rates, (k,))
+    if valid is not None:
+        expect("valid", valid, (slots,))

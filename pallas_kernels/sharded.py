@@ -15,11 +15,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from pallas_kernels.checks import check_rows
 from pallas_kernels.distribution import Distribution, Filters, is_finite
 from pallas_kernels.draw import TILE, WORDS, pick
 from pallas_kernels.filters import CANDIDATES, Threshold, most_probable
 from pallas_kernels.threshold import LOWEST, NOBODY, Function, Row, Window, find, key
-from pallas_kernels.top_k_top_p import Drawn, top_k_top_p_sample
+from pallas_kernels.top_k_top_p import Drawn, apply_mask, top_k_top_p_sample
 
 _WHOLE = PartitionSpec()
 
@@ -51,33 +52,55 @@ def by_rows(mesh: Mesh, axis: str, function: Callable[..., Any], logits: jax.Arr
 
 
 def sample_by_rows(
-    mesh: Mesh, axis: str, logits: jax.Array, filters: Filters, words: jax.Array, valid: jax.Array, **options: Any
+    mesh: Mesh,
+    axis: str,
+    logits: jax.Array,
+    filters: Filters,
+    words: jax.Array,
+    valid: jax.Array | None = None,
+    *,
+    mask: jax.Array | None = None,
+    **options: Any,
 ) -> Drawn:
-    """`top_k_top_p_sample` with the rows dealt out over `axis`; options are its keyword arguments, but for the mask."""
+    """`top_k_top_p_sample` with the rows dealt out over `axis`; everything but mesh and axis is as there."""
+    check_rows(logits, filters, words, valid, mask)
 
-    def sample(logits: jax.Array, rows: tuple[Filters, jax.Array, jax.Array]) -> Drawn:
-        return top_k_top_p_sample(logits, *rows, **options)
+    def sample(logits: jax.Array, rows: Any) -> Drawn:
+        filters, words, valid, mask = rows
+        return top_k_top_p_sample(logits, filters, words, valid, mask=mask, **options)
 
-    return by_rows(mesh, axis, sample, logits, (filters, words, valid))
+    return by_rows(mesh, axis, sample, logits, (filters, words, valid, mask))
 
 
 def sample_by_vocabulary(
-    mesh: Mesh, axis: str, logits: jax.Array, filters: Filters, words: jax.Array, valid: jax.Array
+    mesh: Mesh,
+    axis: str,
+    logits: jax.Array,
+    filters: Filters,
+    words: jax.Array,
+    valid: jax.Array | None = None,
+    *,
+    mask: jax.Array | None = None,
 ) -> Drawn:
     """`top_k_top_p_sample` with every row split over `axis`, which must divide V.
 
     Exchanged are, of every row, a few scalars, 64 candidates a device, the sums of V / 256 tiles and one tile. A row
     that the candidates do not decide takes some 60 sums more. Sums have another order than on one device, so where the
-    draw falls within rounding (1e-7) of a boundary between tokens, the token may be the neighbour.
+    draw falls within rounding (1e-7) of a boundary between tokens, the token may be the neighbour. The other arguments,
+    and what is raised, are as of `top_k_top_p_sample`; there is no log-probability.
     """
-    size, vocab = mesh.shape[axis], logits.shape[1]
+    check_rows(logits, filters, words, valid, mask)
+    size, (rows, vocab) = mesh.shape[axis], logits.shape
     if vocab % size:
         raise ValueError(f"vocabulary has {vocab} entries; axis {axis!r} of {size} devices must divide it")
     own = partial(_sample_part, axis, vocab)
     split = PartitionSpec(None, axis)
     sample = jax.shard_map(own, mesh=mesh, in_specs=(split, _WHOLE, _WHOLE, _WHOLE), out_specs=_WHOLE, check_vma=False)
-    logits = jax.lax.with_sharding_constraint(logits.astype(jnp.float32), NamedSharding(mesh, split))
-    return sample(logits, filters, words, valid)
+    logits = logits.astype(jnp.float32)
+    if mask is not None:
+        logits = apply_mask(logits, mask)
+    logits = jax.lax.with_sharding_constraint(logits, NamedSharding(mesh, split))
+    return sample(logits, filters, words, jnp.ones(rows, bool) if valid is None else valid)
 
 
 def _sample_part(

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 from flax import struct
 
 from pallas_kernels.block_shape import BlockShape
+from pallas_kernels.checks import check_rows
 from pallas_kernels.distribution import Filters, find_distribution, is_finite, largest
-from pallas_kernels.draw import MAX_VOCAB, draw
+from pallas_kernels.draw import draw
 from pallas_kernels.implementation import choose
 
 __all__ = ["Drawn", "Filters", "apply_mask", "top_k_top_p_sample"]
@@ -41,7 +42,8 @@ def top_k_top_p_sample(
     Order: mask -> temperature -> min_p -> top_k -> top_p -> draw; a greedy row takes the argmax, ties to the lowest id.
     A filter that no row asks for is not run.
 
-    logits: [R, V] float32 or bfloat16, V at most draw.MAX_VOCAB. words: [R, 8] uint32 of draw.random_words.
+    logits: [R, V] float32 or bfloat16, V at most draw.MAX_VOCAB. filters: [R]. words: [R, 8] uint32 of
+        draw.random_words.
     valid: [R] bool; a row that is not costs nothing, and its result means nothing.
     mask: [R, ceil(V / 32)] uint32; token i is allowed where bit i % 32 of word i // 32 is set.
     logprob: also the log-probability of the token, after the mask and before temperature.
@@ -49,7 +51,7 @@ def top_k_top_p_sample(
         part of what is compiled.
     Raises ValueError for shapes that do not fit and an implementation that cannot run.
     """
-    _check(logits, words, mask)
+    check_rows(logits, filters, words, valid, mask)
     choice = choose(implementation, interpret, block_shape)
     logits = logits.astype(jnp.float32)
     if mask is not None:
@@ -100,13 +102,3 @@ def _logprob(logits: jax.Array, token: jax.Array, top: jax.Array) -> jax.Array:
     chosen = jnp.take_along_axis(logits, token[:, None], axis=1)
     relative = jnp.where(logits == top[:, None], 0.0, logits - top[:, None])
     return jnp.where(chosen[:, 0] == top, 0.0, chosen[:, 0] - top) - jnp.log(jnp.sum(jnp.exp(relative), axis=1))
-
-
-def _check(logits: jax.Array, words: jax.Array, mask: jax.Array | None) -> None:
-    rows, vocab = logits.shape
-    if vocab > MAX_VOCAB:
-        raise ValueError(f"vocabulary has {vocab} entries; a draw takes at most {MAX_VOCAB}")
-    if words.shape != (rows, 8):
-        raise ValueError(f"words has shape {words.shape}; it must be {(rows, 8)}")
-    if mask is not None and mask.shape != (rows, -(-vocab // 32)):
-        raise ValueError(f"mask has shape {mask.shape}; it must be {(rows, -(-vocab // 32))}")

@@ -1,1 +1,1 @@
-"""Kernels in Pallas Mosaic GPU, for Hopper and later."""
+"""Kernels in Pallas Mosaic GPU, for Hopper."""

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels import AttentionShape, paged_attention
+from pallas_kernels import AttentionShape, BlockShape, paged_attention
 from pallas_kernels.block_shape import attention_shape
 from pallas_kernels.compat import interpret_params, races_found
 from pallas_kernels.mosaic import attention
@@ -172,6 +172,8 @@ def test_what_it_does_not_take() -> None:
     ):
         with pytest.raises(ValueError, match=reason):
             Problem([[3]], **keywords).run()  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"block_shape is BlockShape.*; it must be None or of type AttentionShape"):
+        Problem([[3]]).run(block_shape=BlockShape())
     for keywords in ({"splits": 0}, {"splits": 1, "stages": 5}):
         with pytest.raises(ValueError, match="of an attention shape is"):
             AttentionShape(**keywords)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -370,14 +371,6 @@ def test_equal_distributions_keep_every_draft(method: str) -> None:
     assert (verify(logits, drafts, method, proposal=proposal).n_accepted == 2).all()
 
 
-def test_bfloat16_is_as_good_as_its_values() -> None:
-    logits = jnp.asarray(np.random.default_rng(0).standard_normal((16, 3, 300)), jnp.bfloat16)
-    drafts, words = jnp.zeros((16, 2), jnp.int32), jnp.ones((16, 3, 8), jnp.uint32)
-    narrow = rejection_sample(logits, drafts, filters_of(16), words)
-    wide = rejection_sample(logits.astype(jnp.float32), drafts, filters_of(16), words)
-    assert (narrow.tokens == wide.tokens).all()
-
-
 def test_arguments_are_checked() -> None:
     logits, drafts, words = jnp.zeros((2, 3, 8)), jnp.zeros((2, 2), jnp.int32), jnp.zeros((2, 3, 8), jnp.uint32)
     call = partial(rejection_sample, logits, drafts, filters_of(2), words)
@@ -394,5 +387,13 @@ def test_arguments_are_checked() -> None:
         call(proposal=Proposal(logits[:, 1:], filters_of(2)))
     with pytest.raises(ValueError, match=r"uniforms has shape \(2, 3\); it must be \(2, 2\)"):
         call(jnp.zeros((2, 3)), method="standard")
+    with pytest.raises(ValueError, match=r"filters.top_p has shape \(3,\); it must be \(2,\) or \(2, 3\)"):
+        rejection_sample(logits, drafts, replace(filters_of(2), top_p=jnp.ones(3)), words)
+    with pytest.raises(ValueError, match=r"proposal.filters.temperature has shape \(3,\); it must be \(2,\) or"):
+        call(uniforms, method="block", proposal=Proposal(logits[:, 1:], filters_of(3)))
+    with pytest.raises(ValueError, match=r"valid has shape \(2, 3\); it must be \(2,\)"):
+        call(valid=jnp.ones((2, 3), bool))
+    with pytest.raises(ValueError, match=r"drafts has shape \(2,\); it must be \[S, K\]"):
+        rejection_sample(logits, drafts[:, 0], filters_of(2), words)
     with pytest.raises(ValueError, match=rf"drafts has {MAX_DRAFTS + 1} drafts a slot; at most {MAX_DRAFTS}"):
         rejection_sample(logits, jnp.zeros((2, MAX_DRAFTS + 1), jnp.int32), filters_of(2), words)
