@@ -64,9 +64,9 @@ COLLECTIVES = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permut
 
 class Plan(NamedTuple):
     """text: what it is. key: of StepPrograms; None for a function of pallas_kernels.sharded. drafts: of a request.
-    arrays: as large as a device's logits that it may write, None where that says nothing. mosaic: its kernels are named,
-    those of attention and of sampling; calls: which of them it starts. drawn: drafts are judged by what they were drawn
-    from, by block verification. rows: of logits, without the drafts."""
+    arrays: as large as a device's logits that it may write, None where that says nothing. mosaic: kernels are named, of
+    attention and of sampling; calls: which of them it starts. drawn: drafts are judged by what they were drawn from, by
+    block verification. rows: of logits, without the drafts."""
 
     text: str
     key: tuple[Any, ...] | None
