@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import tokenizers
+
 import models
 from jaxserve.admission import Admission, Prompt
 from jaxserve.assembly import assemble
@@ -119,7 +121,8 @@ class EngineCore:
     def from_model(cls, model: str | Path | Model, tokenizer: Any | None, config: EngineConfig) -> EngineCore:
         """model: a Hugging Face directory, a .gguf file or an object with the model protocol (models.base.Model).
 
-        tokenizer: a tokenizer, a path to load one from, or None (the model's own; none for a model object).
+        tokenizer: one of transformers or tokenizers, an object like these, a path to load one from, or None (the
+        model's own; none for a model object). A model object has its dtype already: config.dtype is that or "auto".
         Raises FileNotFoundError, or ValueError naming what is wrong.
         """
         if isinstance(model, str | Path):
@@ -131,7 +134,11 @@ class EngineCore:
                 f"model is a {type(model).__name__}; it must be a directory, a .gguf file or an object with the model "
                 f"protocol (models.base.Model), and this one lacks {', '.join(missing)}"
             )
-        if isinstance(tokenizer, str | Path):
+        elif config.dtype not in ("auto", own := getattr(model, "dtype", "auto")):
+            raise ValueError(
+                f"dtype is {config.dtype!r}; the model object given has {own!r}: it must be that or 'auto'"
+            )
+        if isinstance(tokenizer, str | Path | tokenizers.Tokenizer):
             from models.tokenizer import load_tokenizer  # transformers takes seconds to import
 
             tokenizer = load_tokenizer(tokenizer)

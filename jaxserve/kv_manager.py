@@ -72,15 +72,15 @@ class KVCacheManager:
         return blocks, len(blocks) * self.block_size
 
     def allocate_slots(
-        self, request: Request, num_tokens: int, lookahead: int = 0, computed_blocks: Sequence[int] = ()
+        self, request: Request, num_tokens: int, computed_blocks: Sequence[int] = ()
     ) -> list[int] | None:
-        """Makes room for KV positions [0, num_tokens + lookahead); returns the new blocks, or None (nothing changed).
+        """Makes room for KV positions [0, num_tokens); returns the new blocks, or None (nothing changed).
 
         The first call for a request admits it: `computed_blocks` (from `get_computed_blocks`) become its prefix,
         and the watermark is left free unless no other request owns blocks.
         """
         table = self._tables.get(request.request_id)
-        total = -(-(num_tokens + lookahead) // self.block_size)
+        total = -(-num_tokens // self.block_size)
         if table is not None:
             if (missing := total - len(table.blocks)) <= 0:
                 return []

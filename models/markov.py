@@ -7,6 +7,7 @@ probability of any output is a product of table entries. It is also the smallest
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,7 @@ class MarkovLM:
     table: np.ndarray
     max_model_len: int = 4096
     eos_token_ids: tuple[int, ...] = ()
+    dtype: ClassVar[str] = "float32"
 
     def __post_init__(self) -> None:
         shape = self.table.shape

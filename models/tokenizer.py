@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 
-def load_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
-    """The tokenizer of a model directory in Hugging Face layout or of a .gguf file, with chat template and special ids.
+def load_tokenizer(path: str | Path | Tokenizer) -> PreTrainedTokenizerFast:
+    """The tokenizer of a model directory in Hugging Face layout or of a .gguf file, with chat template and special ids;
+    or one of the tokenizers library as one of transformers.
 
     Nothing is downloaded. Raises FileNotFoundError when the path does not exist, ValueError when it has no tokenizer or
     one of an unsupported kind.
     """
+    if isinstance(path, Tokenizer):
+        return PreTrainedTokenizerFast(tokenizer_object=path)
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"no such model directory or GGUF file: {path}")

@@ -200,7 +200,7 @@ def test_growth_and_lookahead() -> None:
     request = make_request("a", list(range(4)))
     assert len(kv.allocate_slots(request, 4) or []) == 1
     assert kv.allocate_slots(request, 4) == []
-    assert len(kv.allocate_slots(request, 5, lookahead=4) or []) == 2
+    assert len(kv.allocate_slots(request, 9) or []) == 2
     assert kv.allocate_slots(request, 17) is None
     assert len(kv.block_ids(request)) == 3
     assert kv.pool.num_free == 1

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from jaxserve import EngineCore, RequestOutput, RequestOutputKind, SamplingParams
 from models.base import ForwardInputs
+from tests.jaxserve.test_detokenizer import byte_tokenizer
 
 Drive = Callable[..., dict[str, RequestOutput]]
 Generate = Callable[..., RequestOutput]
@@ -515,3 +516,19 @@ def test_stats(make_engine: MakeEngine, alphabet: Any, generate: Generate) -> No
     assert stats.num_steps >= 7
     assert stats.scheduler.num_running == stats.scheduler.num_waiting == 0
     assert stats.scheduler.kv_usage == 0.0
+
+
+def test_a_tokenizer_of_the_tokenizers_library(make_engine: MakeEngine, random_markov: Callable[..., Any]) -> None:
+    engine = make_engine(random_markov(256), byte_tokenizer())
+    letters = list(range(ord("a"), ord("z") + 1))
+    engine.add_request("a", "abc", SamplingParams(temperature=0, max_tokens=4, allowed_token_ids=letters))
+    (output,) = [o for _ in range(10) for o in engine.step() if o.finished]
+    assert len(output.prompt_token_ids) == 3
+    assert output.outputs[0].text == engine.tokenizer.decode(output.outputs[0].token_ids)
+
+
+def test_a_model_object_has_its_dtype_already(make_engine: MakeEngine, make_llama: Any, alphabet: Any) -> None:
+    for model in (make_llama(), alphabet):
+        with pytest.raises(ValueError, match="dtype is 'bfloat16'; the model object given has 'float32'"):
+            make_engine(model, dtype="bfloat16")
+        make_engine(model, dtype="auto")
