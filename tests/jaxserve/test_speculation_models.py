@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.stats
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -316,6 +317,56 @@ def test_automatic_drafts_are_as_many_as_there_are_heads(make_llm: Any, plain: A
     assert len(llm.stats().speculation.num_accepted_tokens_per_pos) == 4
     with pytest.raises(ValueError, match=r"num_speculative_tokens .*\[0, 4\]"):
         make_llm("medusa", few | {"num_speculative_tokens": 5})
+
+
+# ---- what heads are given ----
+
+
+def write_echo(path: Path, method: str, target: str) -> str:
+    """Heads that hand their hidden state through to the target's lm_head: K times they draft its newest choice."""
+    lm_head = load_file(Path(target) / "model.safetensors")["lm_head.weight"]
+    if method == "medusa":
+        written = Path(write_medusa(path, 3))
+        tensors = load_file(written / "model.safetensors")
+        tensors |= {name: np.zeros_like(x) for name, x in tensors.items() if ".0.linear" in name}
+        tensors |= {f"{i}.1.weight": lm_head for i in range(3)}
+    else:
+        written = Path(write_eagle(path))
+        tensors = load_file(written / "model.safetensors")
+        tensors |= {name: np.zeros_like(x) for name, x in tensors.items() if "o_proj" in name or "down_proj" in name}
+        tensors["fc.weight"] = np.eye(D, 2 * D, D, dtype=np.float32)
+    save_file(tensors, written / "model.safetensors")
+    return str(written)
+
+
+@pytest.mark.parametrize("method", ["eagle", "medusa"])
+def test_heads_are_given_the_hidden_state_of_the_newest_token(
+    make_llm: Any, paths: Any, tmp_path: Path, method: str
+) -> None:
+    """Whatever was accepted of the window before, after chunks of prefill, and behind preemption."""
+    llm = make_llm(method, {"model": write_echo(tmp_path / "echo", method, paths["target"])})
+    runner, seen = llm.engine.runner, Counter[int]()
+    sample = runner.sample
+
+    def watch(flight: Any) -> Any:
+        logits = np.asarray(flight.logits).reshape(len(flight.run), -1, V) if flight.rows else None
+        errors = sample(flight)
+        drafts = np.array(runner.batch.drafts)
+        for row, request in flight.rows:
+            count = int(flight.output.n_emitted[row])
+            drafted = drafts[row][drafts[row] >= 0].tolist()
+            if not request.status.is_finished and count:
+                assert drafted == [int(np.argmax(logits[row, count - 1]))] * len(drafted)
+                seen[count] += len(drafted)
+        return errors
+
+    runner.sample = watch
+    greedy = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
+    params = [SamplingParams(**greedy), SamplingParams(**greedy, logit_bias={5: 100}), SamplingParams(**greedy)]
+    llm.generate([[1, 2, 3], [4] * 25, list(range(12))] * 2, params * 2, use_tqdm=False)
+    assert llm.engine.scheduler.stats().num_preemptions > 0
+    assert seen[1] > 60
+    assert seen[4] > 12  # all three drafts were right
 
 
 # ---- what is accepted, and what is reused ----
