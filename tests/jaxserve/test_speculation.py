@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -53,7 +54,9 @@ def model(random_markov: Callable[..., MarkovLM]) -> MarkovLM:
 
 @pytest.fixture(scope="module")
 def run(model: MarkovLM, letters: Any, make_engine: Callable[..., Any], drive: Any) -> Callable[..., Any]:
-    def serve(speculation: dict[str, Any] | None, **config: Any) -> tuple[dict[str, Any], Any]:
+    def serve(
+        speculation: dict[str, Any] | None, requests: list[SamplingParams] = REQUESTS, **config: Any
+    ) -> tuple[dict[str, Any], Any]:
         reasoning = {"start": [9], "end": [10, 11]}
         engine = make_engine(
             model,
@@ -63,7 +66,7 @@ def run(model: MarkovLM, letters: Any, make_engine: Callable[..., Any], drive: A
             speculative_config=speculation,
             **config,
         )
-        for i, params in enumerate(REQUESTS * 2):
+        for i, params in enumerate(requests * 2):
             engine.add_request(str(i), PROMPTS[i % len(PROMPTS)], params)
         outputs = {name: output.outputs[0] for name, output in drive(engine).items()}
         assert engine.kv.pool.num_free == engine.kv.pool.num_usable
@@ -203,6 +206,18 @@ def test_nothing_is_compiled_after_warm_up(run: Any, plain: Any, model: Any, let
     assert engine.num_compilations == 0
 
 
+def judged(method: str, table: np.ndarray, k: int) -> dict[str, Any]:
+    """k drafts of a MarkovLM with this table, drawn unless the method is coupled."""
+
+    def proposer(config: Any, target: Any) -> DraftModelProposer:
+        return DraftModelProposer(MarkovLM(table), config.max_drafts, table.shape[-1], config.probabilistic)
+
+    return {
+        "method": "custom", "proposer": proposer, "num_speculative_tokens": k, "rejection_sample_method": method,
+        "draft_sample_method": "greedy" if method == "coupled" else "probabilistic",
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(("method", "temperature"), [("standard", 1.0), ("block", 0.6), ("coupled", 1.0)])
 def test_the_joint_distribution_is_the_targets(
     make_engine: Any, drive: Any, exact_distribution: Any, method: str, temperature: float
@@ -212,16 +227,9 @@ def test_the_joint_distribution_is_the_targets(
     random = np.random.default_rng(3)
     table, draft_table = (1.2 * random.standard_normal((2, vocab, vocab))).astype(np.float32)
 
-    def proposer(config: Any, target: Any) -> DraftModelProposer:
-        return DraftModelProposer(MarkovLM(draft_table), config.max_drafts, vocab, config.probabilistic)
-
     engine = make_engine(
         MarkovLM(table), max_num_seqs=64, max_model_len=32,
-        speculative_config={
-            "method": "custom", "proposer": proposer, "num_speculative_tokens": 3,
-            "draft_sample_method": "greedy" if method == "coupled" else "probabilistic",
-            "rejection_sample_method": method,
-        },
+        speculative_config=judged(method, draft_table, 3),
     )  # fmt: skip
     kind = RequestOutputKind.FINAL_ONLY
     params = SamplingParams(temperature=temperature, top_k=3, n=count, seed=11, max_tokens=length, output_kind=kind)
@@ -238,6 +246,57 @@ def test_the_joint_distribution_is_the_targets(
     assert engine.stats().speculation.num_accepted_tokens > count * 0.1
 
 
+@pytest.mark.parametrize("method", ["coupled", "standard", "block"])
+def test_the_joint_distribution_with_processors(
+    make_engine: Any, drive: Any, letters: Any, exact_distribution: Any, method: str
+) -> None:
+    """What a draft does to the rows behind it counts: penalties of what it repeats, bad words that it begins."""
+    vocab, count = 5, 8_000
+    table, draft_table = np.random.default_rng(5).standard_normal((2, vocab, vocab)).astype(np.float32)
+
+    engine = make_engine(
+        MarkovLM(table), letters, max_num_seqs=64, max_model_len=32, logits_processors=[Every],
+        speculative_config=judged(method, draft_table, 3),
+    )  # fmt: skip
+    filters = {"temperature": 1.3, "min_p": 0.05, "top_p": 0.95}
+    params = SamplingParams(
+        n=count, seed=13, max_tokens=4, output_kind=RequestOutputKind.FINAL_ONLY, frequency_penalty=1.5,
+        presence_penalty=0.7, logit_bias={3: 0.8}, bad_words=["c", "bd"], extra_args={"step": 4}, **filters,
+    )  # fmt: skip
+    engine.add_request("many", [1], params)
+    counts = np.zeros((vocab,) * 3)
+    for output in drive(engine, max_steps=100_000)["many"].outputs:
+        assert output.token_ids[3] == 0  # the custom processor's
+        counts[tuple(output.token_ids[:3])] += 1
+
+    def after(said: tuple[int, ...]) -> np.ndarray:
+        logits = table[(1, *said)[-1]].astype(np.float64)
+        said_times = np.bincount(said, minlength=vocab)
+        logits = logits - 1.5 * said_times - 0.7 * (said_times > 0) + 0.8 * (np.arange(vocab) == 3)
+        logits[[2, 3] if said[-1:] == (1,) else [2]] = -np.inf
+        return exact_distribution(logits, **filters)
+
+    exact = np.zeros_like(counts)
+    for a, b in np.ndindex(vocab, vocab):
+        exact[a, b] = after(())[a] * after((a,))[b] * after((a, b))
+    assert counts[exact == 0].sum() == 0
+    p = stats.chisquare(counts[exact > 0], count * exact[exact > 0]).pvalue
+    assert p > 1e-4, p
+    assert engine.stats().speculation.num_accepted_tokens > count * 0.3
+
+
+@pytest.mark.parametrize("method", ["standard", "block"])
+@pytest.mark.parametrize("name", ["ngram", "other model"])
+def test_greedy_requests_say_the_same_by_every_method(run: Any, name: str, method: str) -> None:
+    """With every processor on."""
+    greedy = [replace(params, temperature=0) for params in REQUESTS]
+    drawn = {"draft_sample_method": "probabilistic"} if name == "other model" else {}
+    speculation = PROPOSERS[name] | {"num_speculative_tokens": 3, "rejection_sample_method": method} | drawn
+    (expected, _), (outputs, engine) = run(None, greedy), run(speculation, greedy)
+    assert {i: o.token_ids for i, o in outputs.items()} == {i: o.token_ids for i, o in expected.items()}
+    assert engine.stats().speculation.num_accepted_tokens > 0
+
+
 @pytest.mark.parametrize("backend", ["table", "llguidance"])
 @pytest.mark.parametrize("method", ["standard", "block"])
 def test_the_joint_distribution_under_a_grammar(make_engine: Any, drive: Any, method: str, backend: str) -> None:
@@ -247,15 +306,9 @@ def test_the_joint_distribution_under_a_grammar(make_engine: Any, drive: Any, me
     table, draft_table = (1.2 * random.standard_normal((2, PADDED, PADDED))).astype(np.float32)
     draft_table[:, [*legal, *range(4)]] += 5
 
-    def proposer(config: Any, target: Any) -> DraftModelProposer:
-        return DraftModelProposer(MarkovLM(draft_table), config.max_drafts, PADDED, config.probabilistic)
-
     engine = make_engine(
         MarkovLM(table, eos_token_ids=(EOS,)), SpelledTokenizer(), max_num_seqs=32, max_model_len=32,
-        speculative_config={
-            "method": "custom", "proposer": proposer, "num_speculative_tokens": 2,
-            "draft_sample_method": "probabilistic", "rejection_sample_method": method,
-        },
+        speculative_config=judged(method, draft_table, 2),
     )  # fmt: skip
     params = SamplingParams(
         n=count, seed=12, max_tokens=8, output_kind=RequestOutputKind.FINAL_ONLY,
