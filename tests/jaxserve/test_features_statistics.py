@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from jaxserve import LogitsProcessor, Row, SamplingParams
+from jaxserve import LLM, LogitsProcessor, Row, SamplingParams
 from jaxserve.sampling.sampler import Sampler, Window
 
 V, ROWS, ROUNDS = 8, 2048, 64  # 131072 draws of a path
@@ -196,3 +196,23 @@ def test_neighbouring_seeds_are_independent(
 
 def _light_of(make_sampler: Any) -> Sampler:
     return Sampler(vocab_limit=V, processors=make_sampler(V, (Halve,), max_logprobs=0).processors[-1:], max_logprobs=0)
+
+
+def test_through_llm_generate(random_markov: Callable[..., Any], exact_distribution: Callable[..., np.ndarray]) -> None:
+    """A crowd of three kinds of requests: how often each token follows each other one, 130000 times in all."""
+    vocab, length, copies = 6, 480, 90
+    model = random_markov(vocab, order=1, spread=1.0)
+    kinds = [{"temperature": 0.7}, {"top_k": 4, "top_p": 0.9}, {"min_p": 0.1, "temperature": 1.6}]
+    params = [SamplingParams(max_tokens=length, **kind) for _ in range(copies) for kind in kinds]
+    llm = LLM(model, max_num_seqs=64, max_model_len=512, seed=3)
+    outputs = llm.generate([[i % vocab] for i in range(len(params))], params, use_tqdm=False)
+    for i, kind in enumerate(kinds):
+        followed = np.zeros((vocab, vocab), int)
+        for output in outputs[i :: len(kinds)]:
+            text = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+            np.add.at(followed, (text[:-1], text[1:]), 1)
+        assert followed.sum() == copies * length
+        for token in range(vocab):
+            expected = exact_distribution(model.table[token], **kind)
+            assert followed[token].sum() > 500
+            check(np.repeat(np.arange(vocab), followed[token]), expected)
