@@ -63,10 +63,11 @@ class FakeCore:
         return text, ids
 
     def add_request(
-        self, name: str, ids: list[int], params: SamplingParams, *, text: str | None = None, **kwargs: Any
+        self, name: str, prompt: Any, params: SamplingParams, *, text: str | None = None, **kwargs: Any
     ) -> None:
         self.threads.add(threading.get_ident())
-        self.validate(ids, params)
+        given, ids = self.validate(prompt, params)
+        text = given if text is None else text
         if name in self.outputs:
             raise ValueError(f"request_id {name!r} is in use")
         arrival = kwargs.pop("arrival_time", None) or time.time()
