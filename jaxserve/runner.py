@@ -292,8 +292,7 @@ class Runner:
         if next_drafts in self._step_programs.proposed_counts:
             longest = max(r.num_tokens + r.num_in_flight for _, r in flight.rows)
             pages = self.buckets.pages[-1] if self.cache.draft_kv is None else self._pages(longest + next_drafts)
-            may_be_foreign = grammars is not None and self.cache.draft_kv is not None
-            verified = drafts if hidden is not None or may_be_foreign else 0
+            verified = self._step_programs.verified(drafts, grammars is not None)
             draft_kv, self.batch = self.programs["propose", slots, pages, verified, next_drafts](
                 self.weights, self.cache.draft_kv, self.batch, hidden, output.n_emitted, run
             )

@@ -59,7 +59,8 @@ class StepPrograms:
             yield from (("masks", n) for n in b.mask_rows)
         if self.parts.proposer is not None:
             pages = b.pages if self.cache.draft_kv is not None else b.pages[-1:]
-            verified, proposed = self._verified_counts, self.proposed_counts
+            verified = sorted({self.verified(k, structured) for k in counts for structured in self._structured})
+            proposed = self.proposed_counts
             yield from (("propose", s, p, j, k) for s in b.slots for p in pages for j in verified for k in proposed)
         if self.host_drafts:
             yield from (("continue", s, k) for s in b.slots for k in counts if k)
@@ -141,14 +142,11 @@ class StepPrograms:
             return ()
         return tuple(k for k in self.draft_counts if k or self.cache.draft_kv is not None)
 
-    @property
-    def _verified_counts(self) -> tuple[int, ...]:
-        """The K before it, of which a proposer has to know: where it reads hidden states, and where it has KV and some
-        request has a grammar, whose drafts are none of its own."""
-        if self.cache.boundary is not None:
-            return self.draft_counts
-        may_be_foreign = self.grammars is not None and self.cache.draft_kv is not None
-        return tuple(sorted({0, *self.draft_counts})) if may_be_foreign else (0,)
+    def verified(self, drafts: int, structured: bool) -> int:
+        """What a proposer is told of the K before it: that where it reads hidden states, and where it has KV and some
+        request has a grammar, whose drafts are none of its own; else 0."""
+        may_be_foreign = structured and self.cache.draft_kv is not None
+        return drafts if self.cache.boundary is not None or may_be_foreign else 0
 
     @property
     def _structured(self) -> tuple[bool, ...]:
