@@ -68,9 +68,10 @@ def assemble(model: Model, tokenizer: Any | None, config: EngineConfig) -> Assem
         suffix = make_suffix_proposer(speculation) if speculation.method == "suffix" else None
         proposer = make_proposer(speculation, target) if suffix is None else None
     vocab_size = model.vocab_size if tokenizer is None else min(model.vocab_size, len(tokenizer))
+    eos_token_ids = _eos_token_ids(model, tokenizer)
     parts = Parts(
         model=model,
-        sampler=_sampler(model, tokenizer, config, max_model_len, vocab_size),
+        sampler=_sampler(model, tokenizer, config, max_model_len, vocab_size, eos_token_ids),
         mesh=_mesh(config.tensor_parallel_size),
         proposer=proposer,
     )
@@ -97,7 +98,7 @@ def assemble(model: Model, tokenizer: Any | None, config: EngineConfig) -> Assem
             1 + drafts,
         ),
         vocab_size=vocab_size,
-        eos_token_ids=_eos_token_ids(model, tokenizer),
+        eos_token_ids=eos_token_ids,
         draft_counts=draft_counts,
         suffix=suffix,
         keep_boundary_hidden=config.keep_boundary_hidden or (proposer is not None and proposer.needs_hidden),
@@ -131,14 +132,21 @@ def _draft_counts(
     return (0,) if structured is None or not structured.num_forced_tokens else (0, structured.num_forced_tokens)
 
 
-def _sampler(model: Model, tokenizer: Any | None, config: EngineConfig, max_model_len: int, vocab_size: int) -> Sampler:
+def _sampler(
+    model: Model,
+    tokenizer: Any | None,
+    config: EngineConfig,
+    max_model_len: int,
+    vocab_size: int,
+    eos_token_ids: tuple[int, ...],
+) -> Sampler:
     vocab = model.vocab_size
     for_processors = ProcessorConfig(
         vocab_size=vocab,
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
         tokenizer=tokenizer,
-        stop_token_ids=_eos_token_ids(model, tokenizer),
+        stop_token_ids=eos_token_ids,
     )
     markers = None
     if isinstance(config.reasoning_config, ReasoningConfig):
