@@ -8,7 +8,7 @@ described by h100_sxm.txtpb; and, for one device, what the engine does to logits
 bytes of arguments, temporaries and aliased (donated) buffers of one device, arrays as large as its logits, kernels, and
 every collective with its bytes. The script fails when the KV pool or the batch is not updated in place, when
 temporaries are as large as the KV pool, when a decode copies weights, when logits are exchanged twice or gathered, and
-when a program writes another number of arrays or starts other kernels than is said here.
+when a program writes more arrays or starts other kernels than is said here.
 """
 
 from __future__ import annotations

@@ -31,16 +31,14 @@ def test_a_page_counts_on_every_device_that_holds_it(
 
 
 def test_gpus_count_what_each_has_left() -> None:
-    def shard(index: int, size: int) -> Any:
-        stats = {"bytes_limit": 1000 - 100 * index, "bytes_in_use": 100}
-        device = SimpleNamespace(platform="gpu", id=index, memory_stats=lambda: stats)
-        return SimpleNamespace(device=Device(device), data=SimpleNamespace(nbytes=size))
+    class Gpu:
+        platform = "gpu"
 
-    class Device:
-        def __init__(self, values: Any) -> None:
-            self.platform, self.memory_stats = values.platform, values.memory_stats
+        def __init__(self, limit: int) -> None:
+            self.memory_stats = lambda: {"bytes_limit": limit, "bytes_in_use": 100}
 
-    page = SimpleNamespace(addressable_shards=[shard(0, 8), shard(1, 8)])
+    shards = [SimpleNamespace(device=Gpu(limit), data=SimpleNamespace(nbytes=8)) for limit in (1000, 900)]
+    page = SimpleNamespace(addressable_shards=shards)
     assert memory.affordable_blocks(page, 0.5) == 48  # 50 of the fuller device's 400, in three digits
 
 
