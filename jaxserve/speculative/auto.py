@@ -55,7 +55,8 @@ class StepTime:
 def fit_step_time(rows: np.ndarray, drafts: np.ndarray, seconds: np.ndarray) -> StepTime:
     """The step time with the smallest relative errors on measured shapes: rows, drafts, seconds [n], n >= 1.
 
-    Every place for the ridge between measured sizes is tried; coefficients below 0 are taken as 0.
+    Every place for the ridge between measured sizes is tried; coefficients below 0 are taken as 0. Times are positive,
+    without drafts too.
     """
     sizes = np.unique(rows)
     fits = [_fit_with_ridge(rows, drafts, seconds, ridge) for ridge in (*sizes[::-1], 0)]
@@ -71,15 +72,25 @@ def _fit_with_ridge(rows: np.ndarray, drafts: np.ndarray, seconds: np.ndarray, r
     if len(np.unique(drafts)) < 2:
         columns[:, 3] = 0
     scaled = columns / seconds[:, None]
-    used = np.any(scaled != 0, axis=0)
-    result = np.zeros(4)
-    while used.any():  # least squares of relative errors, dropping what would be negative
-        result[:] = 0
-        result[used] = np.linalg.lstsq(scaled[:, used], np.ones(len(rows)), rcond=None)[0]
-        if (result >= 0).all():
-            break
-        used &= result >= 0
+    result = _non_negative_fit(scaled)
+    if not result[:3].any():  # all of the time for drafts: a step without any would take none
+        result[:3] = _non_negative_fit(scaled[:, :3])
+        result[3] = 0
     return StepTime(*map(float, result))
+
+
+def _non_negative_fit(columns: np.ndarray) -> np.ndarray:
+    """Coefficients [n] with which columns [m, n], none negative, add up to about 1; what would be negative is left out.
+
+    Not all are: the products of the columns with 1, which are positive, are sums of products with what is fitted.
+    """
+    used, result = np.any(columns != 0, axis=0), np.zeros(columns.shape[1])
+    while True:
+        result[:] = 0
+        result[used] = np.linalg.lstsq(columns[:, used], np.ones(len(columns)), rcond=None)[0]
+        if (result >= 0).all():
+            return result
+        used &= result >= 0
 
 
 def acceptance_rates(reached: np.ndarray, accepted: np.ndarray) -> np.ndarray:

@@ -4,6 +4,8 @@ import itertools
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jaxserve.config import bucket
 from jaxserve.speculative.auto import AutoK, StepTime, acceptance_rates, expected_tokens, fit_step_time
@@ -42,6 +44,25 @@ def test_fit(name):
 def test_fit_of_one_size_is_flat():
     fit = fit_step_time(np.array([8]), np.array([1]), np.array([0.5]))
     np.testing.assert_allclose(fit(np.array([8, 800]), np.array([1, 3])), 0.5)
+
+
+@given(st.lists(st.tuples(st.sampled_from(SLOTS), st.sampled_from(CHOICES), st.floats(1e-6, 1e3)), min_size=1))
+@settings(max_examples=300, deadline=None)
+def test_a_fitted_time_is_positive(measured):
+    """Whatever was measured: a step without drafts, or of few rows, is never taken to cost nothing."""
+    slots, drafts, seconds = map(np.array, zip(*measured, strict=True))
+    fit = fit_step_time(slots * (1 + drafts), drafts, seconds)
+    for rows, some in itertools.product((1, 6, 2048), CHOICES):
+        assert 0 < fit(np.array(rows * (1 + some)), np.array(some)) < np.inf
+
+
+def test_steps_that_only_drafts_make_longer():
+    """The time grows faster than the drafts, as on a busy machine, and was measured with drafts only."""
+    auto = AutoK(CHOICES, SLOTS)
+    for drafts, seconds in ((5, 1.0), (7, 2.0)):
+        auto.observe([(drafts, 1)], 1, drafts, seconds)
+    assert auto.choose(1) in CHOICES
+    assert fit_step_time(np.array([6, 8]), np.array([5, 7]), np.array([1.0, 2.0]))(np.array(1), np.array(0)) > 0
 
 
 def simulate(auto, machine, rates, batch, steps, rng, held_up=1.0):
