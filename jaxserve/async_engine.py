@@ -16,9 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+from jaxserve.admission import Prompt
 from jaxserve.config import STRUCTURED_OUTPUTS, EngineConfig, ReasoningConfig
 from jaxserve.engine import EngineCore
-from jaxserve.llm import Prompt, parse_prompt
 from jaxserve.outputs import RequestOutput
 from jaxserve.sampling_params import RequestOutputKind, SamplingParams
 from jaxserve.speculative.config import SpeculativeConfig
@@ -123,25 +123,14 @@ class AsyncEngine:
         every piece. Closing the generator or cancelling its consumer aborts the request.
         Raises ValueError when the request cannot be served, EngineDeadError when the engine ends.
         """
-        params = SamplingParams() if sampling_params is None else sampling_params
+        arrival, params = time.time(), SamplingParams() if sampling_params is None else sampling_params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params is a {type(params).__name__}; it must be a SamplingParams")
-        prompt, salt = parse_prompt(prompt)
-        text = prompt if isinstance(prompt, str) else None
-        if text is not None:  # in a thread of its own: neither the loop nor the engine waits for a long prompt
-            prompt = await asyncio.to_thread(self._core.encode, text)
+        # In a thread of its own: neither the loop nor the engine waits for a long prompt.
+        prepared = await asyncio.to_thread(self._core.prepare, prompt, params)
         name = uuid.uuid4().hex if request_id is None else request_id
         stream = _Stream(asyncio.get_running_loop(), params.output_kind)
-        add = partial(
-            self._core.add_request,
-            name,
-            prompt,
-            params,
-            text=text,
-            priority=priority,
-            cache_salt=salt,
-            arrival_time=time.time(),
-        )
+        add = partial(self._core.add_prepared, name, prepared, priority=priority, arrival_time=arrival)
         try:
             await asyncio.wrap_future(self._post(partial(self._add, name, stream, add)))
             finished = False

@@ -13,7 +13,7 @@ from typing import Any
 import tokenizers
 
 import models
-from jaxserve.admission import Admission, Prompt
+from jaxserve.admission import Admission, PreparedRequest, Prompt
 from jaxserve.assembly import assemble
 from jaxserve.block_pool import BlockPool
 from jaxserve.config import EngineConfig
@@ -111,7 +111,7 @@ class EngineCore:
         self._pending: list[RequestOutput] = []  # made between steps, by aborts
         self._in_flight: InFlight | None = None
         self._num_requests = self._num_steps = self._num_tokens = self._grammar_violations = 0
-        self._encoding = threading.Lock()  # a tokenizer may change its settings while it encodes
+        self._preparing = threading.Lock()  # a tokenizer may change its settings while it encodes
         self._is_shut_down = False
         self._compiled = 0  # programs, when the last step was taken in
         self._last_decoded: float | None = None  # when, if it did nothing but decode
@@ -146,17 +146,15 @@ class EngineCore:
 
     # ---- requests ----
 
-    def validate(self, prompt: Prompt, params: SamplingParams) -> tuple[str | None, list[int]]:
-        """The prompt as (text or None, token ids). Raises ValueError naming field, value and range."""
-        self._check_alive()
-        text, token_ids = self._admission.validate(prompt, params)
-        self._outputs.validate(params)
-        return text, token_ids
+    def prepare(self, prompt: Prompt, params: SamplingParams) -> PreparedRequest:
+        """Encode and check what a request asks, which takes time: other threads than the engine's may do it.
 
-    def encode(self, text: str) -> list[int]:
-        """A prompt's token ids. May be called from any thread. Raises ValueError for what is no text."""
-        with self._encoding:
-            return self._admission.encode(text)[1]
+        Raises ValueError naming field, value and range.
+        """
+        with self._preparing:
+            prepared = self._admission.prepare(prompt, params)
+        self._outputs.validate(params)
+        return prepared
 
     def add_request(
         self,
@@ -164,26 +162,23 @@ class EngineCore:
         prompt: Prompt,
         params: SamplingParams,
         *,
-        text: str | None = None,
         priority: int = 0,
-        cache_salt: str | None = None,
         arrival_time: float | None = None,
     ) -> None:
         """Queue a request; with n > 1, n sequences that share the prompt's KV.
 
-        text: of a prompt given as token ids, for its outputs. Raises ValueError before anything is queued.
+        prompt: as LLM.generate takes it. Raises ValueError before anything is queued.
         """
-        given, token_ids = self.validate(prompt, params)
-        text = given if text is None else text
-        arrival = time.time() if arrival_time is None else arrival_time
+        self.add_prepared(request_id, self.prepare(prompt, params), priority=priority, arrival_time=arrival_time)
+
+    def add_prepared(
+        self, request_id: str, prepared: PreparedRequest, *, priority: int = 0, arrival_time: float | None = None
+    ) -> None:
+        """Queue what `prepare` has made."""
+        self._check_alive()
+        params, arrival = prepared.params, time.time() if arrival_time is None else arrival_time
         requests = self._admission.requests(
-            request_id,
-            token_ids,
-            params,
-            self._num_requests,
-            priority=priority,
-            cache_salt=cache_salt,
-            arrival_time=arrival,
+            request_id, prepared, self._num_requests, priority=priority, arrival_time=arrival
         )
         for name in {request_id, *(request.request_id for request in requests)}:
             if name in self._outputs:
@@ -191,7 +186,15 @@ class EngineCore:
         parent = None if params.n == 1 else request_id
         try:
             for index, request in enumerate(requests):
-                self._outputs.add(request.request_id, text, token_ids, params, arrival, parent_id=parent, index=index)
+                self._outputs.add(
+                    request.request_id,
+                    prepared.text,
+                    prepared.token_ids,
+                    params,
+                    arrival,
+                    parent_id=parent,
+                    index=index,
+                )
             for request in requests:
                 self.scheduler.add_request(request)
         except BaseException:

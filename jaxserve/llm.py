@@ -15,6 +15,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from jaxserve.admission import Prompt
 from jaxserve.config import STRUCTURED_OUTPUTS, EngineConfig, ReasoningConfig
 from jaxserve.engine import EngineCore
 from jaxserve.outputs import RequestOutput
@@ -23,7 +24,6 @@ from jaxserve.speculative.config import SpeculativeConfig
 from jaxserve.speculative.stats import SpecDecodingLogger, register_metrics
 from jaxserve.structured.config import StructuredOutputsConfig
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
 
 
@@ -116,23 +116,20 @@ class LLM:
         Raises ValueError before anything runs when a prompt or its parameters cannot be served. An interrupt aborts
         what is outstanding.
         """
-        parsed = [parse_prompt(prompt) for prompt in _as_list(prompts)]
+        wanted = _as_list(prompts)
         default = SamplingParams() if sampling_params is None else sampling_params
-        params = _one_each("sampling_params", default, SamplingParams, len(parsed))
-        priorities = _one_each("priority", 0 if priority is None else priority, int, len(parsed))
+        params = _one_each("sampling_params", default, SamplingParams, len(wanted))
+        priorities = _one_each("priority", 0 if priority is None else priority, int, len(wanted))
         params = [dataclasses.replace(p, output_kind=RequestOutputKind.FINAL_ONLY) for p in params]
-        checked = [self.engine.validate(prompt, p) for (prompt, _), p in zip(parsed, params, strict=True)]
-        ids = [str(next(self._ids)) for _ in parsed]
+        prepared = [self.engine.prepare(prompt, p) for prompt, p in zip(wanted, params, strict=True)]
+        ids = [str(next(self._ids)) for _ in prepared]
         try:
-            for name, (_, tokens), (_, salt), p, rank in zip(ids, checked, parsed, params, priorities, strict=True):
-                self.engine.add_request(name, tokens, p, priority=rank, cache_salt=salt)
-            outputs = self._run(ids, use_tqdm)
+            for name, request, rank in zip(ids, prepared, priorities, strict=True):
+                self.engine.add_prepared(name, request, priority=rank)
+            return self._run(ids, use_tqdm)
         except BaseException:
             self.engine.abort(ids)
             raise
-        for output, (text, _) in zip(outputs, checked, strict=True):
-            output.prompt = text
-        return outputs
 
     def chat(
         self,
@@ -209,27 +206,6 @@ class LLM:
                     self._spec_log.poll(now=not self.engine.has_unfinished())
                 raise_if_interrupted()
         return [done[request_id] for request_id in ids]
-
-
-def parse_prompt(prompt: Prompt) -> tuple[str | list[int], str | None]:
-    """The text or token ids of a prompt in any of its forms, and its cache salt. Raises ValueError for other forms."""
-    if isinstance(prompt, str):
-        return prompt, None
-    if isinstance(prompt, Mapping):
-        keys = set(prompt) - {"cache_salt"}
-        if keys == {"prompt"} and isinstance(prompt["prompt"], str):
-            return prompt["prompt"], prompt.get("cache_salt")
-        if keys == {"prompt_token_ids"} and isinstance(prompt["prompt_token_ids"], Sequence):
-            return list(prompt["prompt_token_ids"]), prompt.get("cache_salt")
-        raise ValueError(
-            f"a prompt given as a dict must have either 'prompt' (a text) or 'prompt_token_ids' (a list), and may have "
-            f"'cache_salt'; got the keys {sorted(prompt)}"
-        )
-    if isinstance(prompt, Sequence) and all(isinstance(token, Integral) for token in prompt):
-        return list(prompt), None  # type: ignore[arg-type]
-    raise ValueError(
-        f"a prompt must be a text, a list of token ids or a dict; got {type(prompt).__name__} {prompt!r:.80}"
-    )
 
 
 @contextlib.contextmanager

@@ -16,10 +16,11 @@ import pytest
 from prometheus_client import CollectorRegistry
 from transformers import PreTrainedTokenizerFast
 
+from jaxserve.admission import PreparedRequest, parse_prompt
 from jaxserve.async_engine import AsyncEngine, EngineDeadError
 from jaxserve.config import EngineConfig
 from jaxserve.engine import EngineCore
-from jaxserve.llm import LLM, deferred_interrupt, parse_prompt, render_chat
+from jaxserve.llm import LLM, deferred_interrupt, render_chat
 from jaxserve.output_processor import OutputProcessor
 from jaxserve.outputs import RequestOutput
 from jaxserve.request import Request
@@ -50,24 +51,23 @@ class FakeCore:
         self.running: dict[str, Request] = {}
         self.pending: list[RequestOutput] = []
         self.step_seconds, self.crash_at = step_seconds, crash_at
-        self.num_steps, self.aborted, self.threads, self.is_shut_down = 0, [], set[int](), False  # type: ignore[var-annotated]
+        self.num_steps, self.aborted, self.threads, self.is_shut_down = 0, [], set[threading.Thread](), False  # type: ignore[var-annotated]
+        self.preparing = set[threading.Thread]()
         self.on_step: Any = lambda: None
 
-    def encode(self, text: str) -> list[int]:
-        assert threading.get_ident() not in self.threads
-        return self.tokenizer.encode(text)
-
-    def validate(self, prompt: Any, params: SamplingParams) -> tuple[str | None, list[int]]:
-        text, ids = (prompt, self.tokenizer.encode(prompt)) if isinstance(prompt, str) else (None, prompt)
+    def prepare(self, prompt: Any, params: SamplingParams) -> PreparedRequest:
+        self.preparing.add(threading.current_thread())
+        given, salt = parse_prompt(prompt)
+        text, ids = (given, self.tokenizer.encode(given)) if isinstance(given, str) else (None, given)
         params.verify(256, 1000, len(ids))
-        return text, ids
+        return PreparedRequest(text, ids, salt, params, ())
 
-    def add_request(
-        self, name: str, prompt: Any, params: SamplingParams, *, text: str | None = None, **kwargs: Any
-    ) -> None:
-        self.threads.add(threading.get_ident())
-        given, ids = self.validate(prompt, params)
-        text = given if text is None else text
+    def add_request(self, name: str, prompt: Any, params: SamplingParams) -> None:
+        self.add_prepared(name, self.prepare(prompt, params))
+
+    def add_prepared(self, name: str, prepared: PreparedRequest, **kwargs: Any) -> None:
+        self.threads.add(threading.current_thread())
+        text, ids, params = prepared.text, prepared.token_ids, prepared.params
         if name in self.outputs:
             raise ValueError(f"request_id {name!r} is in use")
         arrival = kwargs.pop("arrival_time", None) or time.time()
@@ -90,7 +90,7 @@ class FakeCore:
         return bool(self.running or self.pending)
 
     def step(self) -> list[RequestOutput]:
-        self.threads.add(threading.get_ident())
+        self.threads.add(threading.current_thread())
         self.num_steps += 1
         time.sleep(self.step_seconds)
         self.on_step()
@@ -171,10 +171,14 @@ def test_forms_of_prompts(prompts: Any, texts: list[str | None], monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    "prompt", [3, None, [1.5], {"text": "a"}, {"prompt": "a", "prompt_token_ids": [1]}, {"prompt": 1}, ["a", 1]]
+    "prompt",
+    [
+        *(3, None, b"a", {}, {"text": "a"}, {3: "a", "prompt": "a"}, {"prompt": "a", "prompt_token_ids": [1]}),
+        *({"prompt": 1}, {"prompt": [1]}, {"prompt_token_ids": "a"}),
+    ],
 )
 def test_other_prompts_are_refused(prompt: Any) -> None:
-    with pytest.raises(ValueError, match=r"a prompt (must be|given as a dict)"):
+    with pytest.raises(ValueError, match=r"a prompt (must be|given as a dict)|^prompt(_token_ids)? is .* must be"):
         parse_prompt(prompt)
 
 
@@ -327,6 +331,7 @@ def test_many_callers_in_several_loops_use_one_engine_thread() -> None:
     engine.shutdown()
     assert results == {f"{c}{i}": (f"{c}{i}" * 8)[:8] for c in "xyz" for i in range(50)}
     assert len(core.threads) == 1
+    assert core.preparing.isdisjoint(core.threads | {*threads})  # nobody waits for a prompt
     assert core.is_shut_down
 
 

@@ -468,7 +468,8 @@ def test_output_is_cached_too(speller: EngineCore, generate: Generate) -> None:
 def test_cache_salts_share_nothing(speller: EngineCore, drive: Drive) -> None:
     prompt, cached = [1 + i % 5 for i in range(40)], {}
     for name, salt in [("a", "x"), ("b", "y"), ("c", "x"), ("d", None)]:
-        speller.add_request(name, prompt, SamplingParams(max_tokens=2), cache_salt=salt)
+        salted = {"prompt_token_ids": prompt, "cache_salt": salt}
+        speller.add_request(name, salted, SamplingParams(max_tokens=2))
         cached |= {name: output.num_cached_tokens for name, output in drive(speller).items()}
     assert cached == {"a": 0, "b": 0, "c": 32, "d": 0}
 
@@ -476,7 +477,7 @@ def test_cache_salts_share_nothing(speller: EngineCore, drive: Drive) -> None:
 def test_a_cache_salt_that_is_no_valid_unicode(make_engine: MakeEngine, alphabet: Any, drive: Drive) -> None:
     """JSON can spell half a surrogate pair."""
     engine = make_engine(alphabet)
-    engine.add_request("x", [1] * 20, SamplingParams(max_tokens=2), cache_salt="\ud800")
+    engine.add_request("x", {"prompt_token_ids": [1] * 20, "cache_salt": "\ud800"}, SamplingParams(max_tokens=2))
     assert drive(engine)["x"].finished
 
 
