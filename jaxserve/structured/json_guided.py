@@ -7,13 +7,11 @@ from decimal import Decimal
 from typing import Any
 
 from jaxserve.structured.errors import GrammarError, NoTableError
+from jaxserve.structured.json_keywords import OF_LISTS, OF_ONE, OF_SCHEMAS
 from jaxserve.structured.json_numbers import MAX_FRACTION_DIGITS, closed_bound
 from jaxserve.structured.json_strings import FORMATS
 from jaxserve.structured.regex_parser import Ranges, map_classes
 
-_OF_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
-_OF_LISTS = {"anyOf", "oneOf", "allOf", "prefixItems", "items"}
-_OF_ONE = {"items", "additionalItems", "additionalProperties", "not", "if", "then", "else", "contains"}
 _LEAST = 10.0**-MAX_FRACTION_DIGITS  # above 0 that is written
 
 
@@ -172,10 +170,10 @@ def _mapped(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> 
         return schema
     result = dict(schema)
     for name, value in schema.items():
-        if name in _OF_SCHEMAS and isinstance(value, dict):
+        if name in OF_SCHEMAS and isinstance(value, dict):
             result[name] = {key: _mapped(inner, change) for key, inner in value.items()}
-        elif name in _OF_LISTS and isinstance(value, list):
+        elif name in OF_LISTS and isinstance(value, list):
             result[name] = [_mapped(inner, change) for inner in value]
-        elif name in _OF_ONE:
+        elif name in OF_ONE:
             result[name] = _mapped(value, change)
     return change(result)

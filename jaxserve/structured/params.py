@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from jaxserve.structured.json_keywords import refused_keyword
 from jaxserve.structured.regex_syntax import check_regex, strip_anchors
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
@@ -53,7 +54,7 @@ class StructuredOutputsParams:
         "auto": a table where the language has one within the limits, else llguidance.
 
     Raises ValueError that names the field, also for a regex that does not compile as such or uses look-around,
-    back-references or word boundaries.
+    back-references or word boundaries, and for a keyword of a schema that no backend enforces.
     """
 
     json: str | dict[str, Any] | type | None = None
@@ -130,6 +131,8 @@ class StructuredOutputsParams:
         if not isinstance(schema, dict | bool):
             raise ValueError(f"structured_outputs.json={schema!r} must be a JSON Schema (an object, true or false)")
         _check_depth("json", schema)
+        if not self.lenient:
+            _check_keywords("json", schema)
         return _dump("json", schema)
 
     def _text_of_json_object(self) -> str:
@@ -186,8 +189,15 @@ def _check_tags(tag: dict[str, Any]) -> None:
         _only_keys(part, "begin", "schema", "end")
         if not isinstance(part.get("schema"), dict):
             raise ValueError(f'structured_outputs.structural_tag: {part["begin"]!r} needs an object as "schema"')
+        _check_keywords("structural_tag", part["schema"])
         if not any(part["begin"].startswith(trigger) for trigger in triggers):
             raise ValueError(f"structured_outputs.structural_tag: {part['begin']!r} starts with none of {triggers!r}")
+
+
+def _check_keywords(field: str, schema: Any) -> None:
+    if (name := refused_keyword(schema)) is not None:
+        lenient = "; lenient=True ignores it" if field == "json" else ""
+        raise ValueError(f"structured_outputs.{field} has the keyword {name!r}, which cannot be enforced{lenient}")
 
 
 def _only_keys(part: dict[str, Any], *known: str) -> None:

@@ -1,6 +1,7 @@
 """Compilation off the loop: routes, sharing, limits, and workers that die."""
 
 import os
+import re
 import signal
 import threading
 
@@ -9,6 +10,7 @@ import pytest
 from jaxserve.structured.compiler import GrammarCompiler
 from jaxserve.structured.config import MatcherLimits, StructuredOutputsConfig
 from jaxserve.structured.dfa import GrammarError, GrammarLimits, NoTableError
+from jaxserve.structured.json_keywords import ENFORCED_NOWHERE
 from jaxserve.structured.matcher import MatcherGrammar
 from jaxserve.structured.params import StructuredOutputsParams as Params
 from jaxserve.structured.table import TokenTable
@@ -59,14 +61,27 @@ def test_auto_takes_a_table_where_there_is_one(compiler, kinds, kind):
 def test_what_neither_enforces_is_refused_by_name(compiler):
     for keyword, schema in {
         "uniqueItems": {"type": "array", "uniqueItems": True},
-        "not": {"not": {"type": "null"}},
-        "propertyNames": {"type": "object", "propertyNames": {"pattern": "a"}},
-        "if": {"if": {"type": "null"}, "then": {"minimum": 1}},
+        "not": {"$defs": {"n": {"not": {"type": "null"}}}, "$ref": "#/$defs/n"},
         "format": {"type": "string", "format": "uri-template"},
         "x-guidance": {"type": "object", "x-guidance": {"lenient": True}},
     }.items():
         with pytest.raises(GrammarError, match=keyword):
             compiled(compiler, json=schema)
+
+
+@pytest.mark.parametrize("keyword", sorted(ENFORCED_NOWHERE))
+def test_what_is_refused_at_once_is_enforced_nowhere(compiler, keyword):
+    """A keyword that llguidance learns must leave the list. Definitions may hold it, where nothing refers to them."""
+    array = {"type": "array", "items": {"anyOf": [{keyword: {}}, {"type": "null"}]}}
+    tag = {"structures": [{"begin": "<f>", "schema": array, "end": "</f>"}], "triggers": ["<f"]}
+    for asked in ({"json": array}, {"structural_tag": tag}):
+        with pytest.raises(ValueError, match=f"^structured_outputs.* has the keyword '{re.escape(keyword)}'"):
+            Params(**asked)
+    unused, used = ({"$defs": {"n": {keyword: {}}}} | rest for rest in ({"type": "null"}, {"$ref": "#/$defs/n"}))
+    assert compiled(compiler, json=unused)
+    with pytest.raises(GrammarError, match=re.escape(f'Unimplemented keys: ["{keyword}"]')):
+        compiled(compiler, json=used)
+    assert compiled(compiler, json=array, lenient=True)
 
 
 def test_lenient_says_what_it_ignores(compiler, caplog):
