@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -245,6 +246,24 @@ def test_aborts_with_drafts_in_flight_leak_nothing(served: Any, plain: Any, meth
             engine.abort([f"a{random.integers(0, i + 1)}"])
     engine.abort([f"a{i}" for i in range(12)])
     assert answers(llm) == plain  # which looks for pages that are not free
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
+@pytest.mark.parametrize(
+    ("method", "speculation"),
+    [
+        *((method, {}) for method in ("eagle", "medusa", "draft_model")),
+        *((method, {"draft_tensor_parallel_size": 1}) for method in ("eagle3", "draft_model")),
+        ("ngram", {"prompt_lookup_min": 1, "prompt_lookup_max": 3}),
+    ],
+)
+def test_the_tokens_are_those_of_one_device(
+    make_llm: Any, plain: Any, method: str, speculation: dict[str, Any]
+) -> None:
+    """With the target over two devices, and the proposer over both or copied to each."""
+    llm = make_llm(method, speculation, tensor_parallel_size=2)
+    assert answers(llm) == plain
+    assert llm.stats().speculation.num_accepted_tokens > 0
 
 
 def test_a_proposer_of_ones_own(make_llm: Any, plain: Any, monkeypatch: Any, tmp_path: Path) -> None:
