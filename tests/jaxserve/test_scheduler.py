@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import cycle
 from typing import Any, cast
 
 import pytest
@@ -85,8 +86,8 @@ def chain(prefix: Prefix, block_size: int) -> bytes:
 class Device:
     """Runs programs in dispatch order; knows of requests only what the scheduler's output tells it."""
 
-    def __init__(self, kv: KVCacheManager, max_rows: int, drafts: int, rng: random.Random) -> None:
-        self.kv, self.max_rows, self.drafts, self.rng = kv, max_rows, drafts, rng
+    def __init__(self, kv: KVCacheManager, max_rows: int, rng: random.Random) -> None:
+        self.kv, self.max_rows, self.rng = kv, max_rows, rng
         self.memory: dict[tuple[int, int], Prefix] = {}
         self.tokens: dict[Request, list[int]] = {}
         self.tables: dict[Request, list[int]] = {}
@@ -127,7 +128,7 @@ class Device:
                 else:
                     token = next_token(arrival.seed, self._at(request, start + row))
                 emitted.append(token)
-                if row == self.drafts or self.rng.random() < 0.4:  # the last row, or the next draft is wrong
+                if row + 1 == output.num_positions or self.rng.random() < 0.4:  # or the next draft is wrong
                     draft_tokens.append((token + 1) % VOCAB)
                     for late in range(row + 1, output.num_positions):
                         self._write(request, start + late, draft_tokens)
@@ -192,15 +193,30 @@ class Simulation:
     """The engine's loop, with every invariant checked on the way."""
 
     def __init__(
-        self, config: SchedulerConfig, num_blocks: int, *, depth: int = 1, caching: bool = True, watermark: float = 0.0
+        self,
+        config: SchedulerConfig,
+        num_blocks: int,
+        *,
+        depth: int = 1,
+        caching: bool = True,
+        watermark: float = 0.0,
+        draft_counts: Sequence[int] = (),
     ) -> None:
+        """draft_counts: K of one step after the other, over and over; without, always the most."""
         self.config, self.depth, self.step_index = config, depth, 0
         self.pool = BlockPool(num_blocks, caching)
         self.kv = KVCacheManager(self.pool, config.block_size, watermark)
-        self.scheduler = Scheduler(config, self.kv)
-        self.device = Device(self.kv, config.max_num_seqs, config.num_speculative_tokens, random.Random(0))
+        self.num_drafts = config.num_speculative_tokens
+        self.draft_counts = cycle(draft_counts or [self.num_drafts])
+        self.scheduler = Scheduler(config, self.kv, self.count_drafts)
+        self.device = Device(self.kv, config.max_num_seqs, random.Random(0))
         self.pending: deque[tuple[SchedulerOutput, dict[str, list[int]], dict[str, str]]] = deque()
         self.requests: list[TracedRequest] = []
+
+    def count_drafts(self, num_running: int) -> int:
+        assert num_running <= self.config.max_num_seqs
+        self.num_drafts = next(self.draft_counts)
+        return self.num_drafts
 
     def add(self, arrival: Arrival) -> TracedRequest:
         ready = arrival.grammar_step
@@ -271,7 +287,8 @@ class Simulation:
         config, scheduler = self.config, self.scheduler
         cost = sum(config.padded(c.count) for c in output.prefill) + output.num_positions * len(output.decode)
         assert cost <= config.max_num_batched_tokens
-        assert output.num_positions in (1, 1 + config.num_speculative_tokens)
+        assert output.next_drafts == self.num_drafts
+        assert output.num_positions in (1, 1 + self.num_drafts)
         assert scheduler.num_running <= config.max_num_seqs
         for queue in (scheduler.running, scheduler.waiting):
             assert [r.order for r in queue] == sorted(r.order for r in queue)
@@ -283,6 +300,8 @@ class Simulation:
             assert request.num_computed_tokens == request.num_tokens - 1
             before = request.num_tokens + request.num_in_flight - output.num_positions
             assert before < request.max_total_tokens, "decodes past its end"
+            written = min(before + output.num_positions + config.num_lookahead_tokens, request.max_total_tokens) - 1
+            assert written <= len(self.kv.block_ids(request)) * config.block_size
             assert not request.awaits_grammar
         assert all(r.num_computed_tokens == 0 and not r.status.is_finished for r in scheduler.waiting)
         threshold = config.long_prefill_token_threshold
@@ -393,7 +412,8 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         block_size=draw(st.sampled_from([1, 2, 4])),
         policy=draw(st.sampled_from(["fcfs", "priority"])),
         enable_chunked_prefill=chunked,
-        num_speculative_tokens=draw(st.sampled_from([0, 3])),
+        num_speculative_tokens=(drafts := draw(st.sampled_from([0, 3]))),
+        num_lookahead_tokens=draw(st.integers(0, drafts)),
         long_prefill_token_threshold=draw(st.sampled_from([0, 0, 3])) if chunked else 0,
     )
 
@@ -406,15 +426,23 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
     depth=st.integers(0, 2),
     caching=st.sampled_from([True, True, True, False]),
     watermark=st.sampled_from([0.0, 0.2, 0.9]),
+    draft_counts=st.lists(st.integers(0, 3), max_size=5),
 )
 def test_random_traffic(
-    config: SchedulerConfig, traffic: list[Arrival], extra_blocks: int, depth: int, caching: bool, watermark: float
+    config: SchedulerConfig,
+    traffic: list[Arrival],
+    extra_blocks: int,
+    depth: int,
+    caching: bool,
+    watermark: float,
+    draft_counts: list[int],
 ) -> None:
     if config.policy == "fcfs":
         traffic = [replace(arrival, priority=0) for arrival in traffic]
     smallest = -(-(MAX_LEN - 1) // config.block_size)  # any request fits, though perhaps alone
     num_blocks = 1 + smallest + extra_blocks
-    Simulation(config, num_blocks, depth=depth, caching=caching, watermark=watermark).run(traffic)
+    counts = [min(count, config.num_speculative_tokens) for count in draft_counts]
+    Simulation(config, num_blocks, depth=depth, caching=caching, watermark=watermark, draft_counts=counts).run(traffic)
 
 
 # ---- fixed cases
