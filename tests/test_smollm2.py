@@ -124,7 +124,7 @@ def test_the_engine_after_901_tokens(llm, long_prompt):
     """In chunks of 128, and again when all whole pages of the prompt are cached."""
     golden = GOLDEN["long_prompt"]
     (top, logit), *_ = golden["top5"]
-    params = SamplingParams(temperature=0, max_tokens=1, logprobs=0)
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=5)
     for cached, chunks in ((0, 8), (3 * BLOCK, 2)):
         before = llm.stats().num_steps
         (output,) = llm.generate([long_prompt], params, use_tqdm=False)
@@ -134,3 +134,6 @@ def test_the_engine_after_901_tokens(llm, long_prompt):
         assert completion.token_ids == [top]
         assert completion.finish_reason == "length"
         assert completion.cumulative_logprob == pytest.approx(logit - golden["logsumexp"], abs=TOLERANCE)
+        for token, value in golden["top5"]:
+            logprob = completion.logprobs[0][token].logprob
+            assert logprob == pytest.approx(value - golden["logsumexp"], abs=TOLERANCE)

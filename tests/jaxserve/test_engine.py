@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -35,6 +35,7 @@ class Arrival:
     prompt: list[int]
     params: SamplingParams
     abort_at: int | None = None
+    priority: int = 0
 
 
 def serve(engine: EngineCore, arrivals: list[Arrival], max_steps: int = 20_000) -> dict[str, RequestOutput]:
@@ -43,7 +44,7 @@ def serve(engine: EngineCore, arrivals: list[Arrival], max_steps: int = 20_000) 
     for now in range(max_steps):
         for arrival in arrivals:
             if arrival.at == now:
-                engine.add_request(arrival.name, arrival.prompt, arrival.params)
+                engine.add_request(arrival.name, arrival.prompt, arrival.params, priority=arrival.priority)
             if arrival.abort_at == now:
                 engine.abort([arrival.name])
         for output in engine.step():
@@ -184,6 +185,8 @@ def test_configurations_change_nothing(
     engine = make_engine(alone.model, **(SMALL | config))
     engine.warmup(progress=False)
     arrivals = [a for a in mixed_traffic(32, 24) if len(a.prompt) + (a.params.max_tokens or 0) < 100]
+    if "scheduling_policy" in config:
+        arrivals = [replace(a, priority=i % 3 - 1) for i, a in enumerate(arrivals)]
     del compilations[:]
     served = serve(engine, arrivals)
     assert compilations == []
@@ -191,6 +194,23 @@ def test_configurations_change_nothing(
     assert engine.stats().scheduler.num_preemptions > 0
     check_no_leak(engine)
     check_alone(alone, generate, arrivals, served)
+
+
+def test_the_less_urgent_yield_their_pages(pairs: Any, make_engine: MakeEngine, generate: Generate) -> None:
+    """Urgent requests that come late take the pages of others, in order of urgency, and end before them."""
+    _, alone = pairs("markov")
+    engine = make_engine(alone.model, scheduling_policy="priority", **SMALL)
+    params = SamplingParams(seed=1, max_tokens=50, ignore_eos=True)
+    names = {"idle": (0, 5), "normal": (0, 1), "urgent": (20, -1), "late": (21, 0)}
+    arrivals = [Arrival(name, at, [1, 2, 3], params, priority=rank) for name, (at, rank) in names.items()]
+    served = serve(engine, arrivals)
+    check_alone(alone, generate, arrivals, served)
+    finished = {name: output.metrics.finished_time for name, output in served.items()}
+    assert sorted(finished, key=finished.get) == ["normal", "urgent", "late", "idle"]
+    preempted = {name: output.metrics.num_preemptions for name, output in served.items()}
+    assert preempted["idle"] > 0
+    assert preempted["urgent"] == 0
+    check_no_leak(engine)
 
 
 def test_warmup_covers_the_longest_requests(make_engine: MakeEngine, alphabet: Any, compilations: list[str]) -> None:
