@@ -286,8 +286,24 @@ def test_a_proposer_of_ones_own(make_llm: Any, plain: Any, monkeypatch: Any, tmp
     assert isinstance(make_llm("custom", {"proposer": "again"}).engine.runner.parts.proposer, NgramProposer)
 
 
-def test_nothing_is_compiled_after_warm_up(make_llm: Any, compilations: list[str]) -> None:
-    llm = make_llm("eagle3", {"num_speculative_tokens": 2}, max_num_seqs=1)
+@pytest.mark.parametrize(
+    ("method", "speculation"),
+    [
+        ("eagle3", {}),
+        ("mtp", {"rejection_sample_method": "block"}),
+        ("medusa", {"rejection_sample_method": "standard"}),
+        ("draft_model", {"draft_sample_method": "probabilistic"}),
+        ("suffix", {}),
+        ("medusa", {"num_speculative_tokens": "auto"}),  # of 0 to 2: there are two heads
+    ],
+    ids=lambda x: x if isinstance(x, str) else "_".join(map(str, x.values())),
+)
+def test_nothing_is_compiled_after_warm_up(
+    make_llm: Any, compilations: list[str], tmp_path: Path, method: str, speculation: dict[str, Any]
+) -> None:
+    if method == "medusa":
+        speculation = speculation | {"model": write_medusa(tmp_path / "two", 2)}
+    llm = make_llm(method, {"num_speculative_tokens": 2} | speculation, max_num_seqs=1, max_model_len=56)
     llm.warmup(progress=False)
     del compilations[:]
     answers(llm)
