@@ -114,6 +114,29 @@ def test_the_tokens_are_those_without_speculation(run: Any, plain: Any, name: st
     assert found.num_accepted_tokens > 0
 
 
+@pytest.mark.parametrize("penalty", [-2.0, 0.0, 2.0])
+def test_a_text_that_comes_again_and_again(make_engine: Any, drive: Any, penalty: float) -> None:
+    """48 tokens of 60, repeated; a penalty of 2 soon forbids what the n-gram proposer goes on to draft."""
+    table = np.random.default_rng(0).standard_normal((60, 60))
+    table[range(48), [*range(1, 48), 0]] = 10
+    params = SamplingParams(temperature=0, max_tokens=240, frequency_penalty=penalty)
+    speculation = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4, "num_speculative_tokens": 4}
+    outputs = []
+    for asked in (None, speculation):
+        engine = make_engine(MarkovLM(table.astype(np.float32)), speculative_config=asked, max_model_len=400)
+        engine.add_request("one", [*range(48)] * 3, params)
+        outputs.append(drive(engine)["one"].outputs[0].token_ids)
+    plain, drafted = outputs
+    assert drafted == plain
+    found = engine.stats().speculation
+    if penalty > 0:
+        assert plain != [*range(48)] * 5
+        assert 0.0 < found.acceptance_rate < 1.0
+    else:
+        assert plain == [*range(48)] * 5
+        assert found.acceptance_rate == 1.0
+
+
 @pytest.mark.parametrize(("proposer", "low", "high"), [(same_weights, 1.0, 1.0), (other_weights, 0.0, 0.3)])
 def test_acceptance_is_that_of_the_drafts(make_engine: Any, model: Any, drive: Any, proposer: Any, low: float,
                                           high: float) -> None:  # fmt: skip
