@@ -27,7 +27,7 @@ _GENERATE = """\
 Continue a text, printing tokens as they come. The text is taken as it is, without a chat template.
 
   jaxserve generate "Once upon a time"
-  jaxserve generate "def fib(n):" --max-tokens 64 --stop "\\ndef"
+  jaxserve generate "def fib(n):" --max-tokens 64 --stop $'\\ndef'
   jaxserve generate "My favourite colour is" --temperature 0.8 --top-p 0.95 --seed 1
   jaxserve generate --model ~/models/Llama-3.2-1B --dtype bfloat16 < prompt.txt
   jaxserve generate --spec-method ngram --spec-tokens 5 < report.txt
