@@ -1,7 +1,7 @@
 """Speculation on the demo model: how many drafts are accepted, and what they save, by batch size.
 
     python bench/speculative.py [--json FILE] [--plot FILE.png]          both parts, jaxserve alone
-    python bench/speculative.py --hf DIR --vllm PYTHON                   also vLLM without and with n-gram drafts
+    python bench/speculative.py --peers DIR                              also vLLM without and with n-gram drafts
     python bench/speculative.py --eagle DIR                              also an EAGLE head (bench/train_eagle.py)
     python bench/speculative.py --parts surface --batch 1 8              one part, fewer sizes
 
@@ -33,7 +33,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from throughput import Peer
+from peer import Peer, add_peers_option, installed
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.speculative import Proposal, SpecDecodingStats, Stateless, cut
@@ -100,7 +100,7 @@ def run_texts(args: argparse.Namespace) -> list[dict[str, Any]]:
     tokenizer = engines["K=0"].get_tokenizer()
     prompts = {kind: encoded(tokenizer, texts) for kind, texts in PROMPTS.items()}
     with tempfile.TemporaryDirectory() as folder:
-        peers = start_peers(args, prompts, Path(folder)) if args.vllm else {}
+        peers = start_peers(args, prompts, Path(folder)) if args.peers else {}
         results = []
         print(f"\n{'prompts':<12}{'B':>3} {'method':<12}{'tokens/s':>9}{'/ K=0':>7}{'length':>8}  by position")
         for kind, batch in itertools.product(prompts, args.batch):
@@ -144,10 +144,7 @@ def one_text_case(
 
 def start_peers(args: argparse.Namespace, prompts: dict[str, Any], folder: Path) -> dict[tuple[str, str], Peer]:
     """vLLM without and with n-gram drafts, for each kind of prompt; one process each."""
-    if args.hf and not args.hf.exists():
-        from export_hf import export
-
-        export(args.hf)
+    installed(args.peers)
     ngram = METHODS["ngram"]
     peers = {}
     for kind, ids in prompts.items():
@@ -155,7 +152,7 @@ def start_peers(args: argparse.Namespace, prompts: dict[str, Any], folder: Path)
         file.write_text(json.dumps(ids))
         for name, asked in (("vllm K=0", None), ("vllm ngram", ngram)):
             options = [] if asked is None else ["--speculative-config", json.dumps(asked)]
-            peers[name, kind] = Peer(args.vllm, "vllm_throughput.py", args.hf, file, args.batch, args.tokens, options)
+            peers[name, kind] = Peer("vllm", args.peers, file, args.batch, args.tokens, ["greedy"], options)
     return peers
 
 
@@ -330,8 +327,7 @@ def main() -> None:
     parser.add_argument("--surface-tokens", type=int, default=48)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--eagle", help="directory of an EAGLE head for the demo model")
-    parser.add_argument("--hf", type=Path, help="Hugging Face folder of the demo model, for vLLM; made if missing")
-    parser.add_argument("--vllm", help="python of vLLM's environment")
+    add_peers_option(parser, "vLLM")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--plot", type=Path, help="also draw the surface (needs matplotlib, extra bench)")
     args = parser.parse_args()

@@ -1,7 +1,7 @@
 """What structured output costs and gains: tokens per second with and without it, taking turns in one run.
 
     python bench/structured.py [--batch 1 8 32 64] [--tokens 64] [--rounds 5] [--json FILE]
-    python bench/structured.py --hf DIR --vllm PYTHON       also vLLM, whose grammars are xgrammar's
+    python bench/structured.py --peers DIR                  also vLLM, whose grammars are xgrammar's
     python bench/structured.py --tekken FILE                on Mistral's vocabulary, with random weights
 
 On the demo model unless --tekken names a file in Mistral's format (one comes with the package mistral-common). Every
@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from peer import Peer, add_peers_option, installed
 from structured_compile import tekken_vocabulary
-from throughput import Peer
 from tokenizers import Regex, Tokenizer, decoders
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
@@ -172,24 +172,19 @@ def compile_times(llm: LLM, prompt: list[int], repeats: int = 5) -> dict[str, di
 
 
 def start_peer(args: argparse.Namespace, prompt: list[int], folder: Path) -> Peer:
-    if not args.hf.exists():
-        from export_hf import export
-
-        export(args.hf)
+    installed(args.peers)
     prompts, grammars = folder / "prompts.json", folder / "grammars.json"
     prompts.write_text(json.dumps([prompt]))
     grammars.write_text(json.dumps({"regex": LONG, "json": JSON}))
     options = ["--structured", str(grammars)]
-    return Peer(
-        args.vllm, "vllm_throughput.py", args.hf, prompts, args.batch, args.tokens, options, kinds=["temperature"]
-    )
+    return Peer("vllm", args.peers, prompts, args.batch, args.tokens, ["temperature"], options)
 
 
 def measure(args: argparse.Namespace, engines: dict[str, LLM], prompt: list[int]) -> dict[tuple[str, int], Any]:
     """Medians of every mode and batch; all take turns."""
     found: dict[tuple[str, int], list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        peer = start_peer(args, prompt, Path(folder)) if args.vllm else None
+        peer = start_peer(args, prompt, Path(folder)) if args.peers else None
         for batch in args.batch:
             for engine, grammar in [*MODES.values()] * 2:  # compiles grammars and programs before anything is timed
                 ask(engines[engine], prompt, batch, args.tokens, grammar)
@@ -213,12 +208,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--forced", type=int, default=3, help="K, drafts of what a grammar forces")
     parser.add_argument("--tekken", type=Path, help="a vocabulary in Mistral's format, for a tiny random model")
-    parser.add_argument("--hf", type=Path, help="Hugging Face folder of the demo model, for vLLM; made if missing")
-    parser.add_argument("--vllm", help="python of vLLM's environment")
+    add_peers_option(parser, "vLLM")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args()
-    if args.vllm and (args.tekken or not args.hf):
-        parser.error("--vllm runs the demo model, from --hf DIR")
+    if args.peers and args.tekken:
+        parser.error("--peers run the demo model, without --tekken")
 
     engines = make_engines(args)
     llm = engines["plain"]

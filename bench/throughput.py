@@ -1,12 +1,11 @@
 """Output tokens per second of jaxserve and its peers on one machine, in one run, taking turns.
 
-    python bench/throughput.py                                    jaxserve alone, on the demo model
-    python bench/throughput.py --hf DIR --vllm PYTHON --transformers PYTHON       with peers (see bench/peers)
+    python bench/throughput.py                   jaxserve alone, on the demo model
+    python bench/throughput.py --peers DIR       with vLLM and transformers, installed there first (see bench/peers)
 
---hf writes the demo model there as a Hugging Face folder (bfloat16 safetensors) where it does not exist yet. Every
-peer gets the same prompts (about 36 tokens of chat each), makes 64 tokens of each, and is asked in turn, round after
-round; the table holds medians. The second table says where jaxserve's step goes, and what memory and arithmetic would
-allow.
+Every engine gets the same prompts (about 36 tokens of chat each), makes 64 tokens of each, and is asked in turn, round
+after round; the table holds medians. The second table says where jaxserve's step goes, and what memory and arithmetic
+would allow.
 """
 
 from __future__ import annotations
@@ -14,23 +13,23 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from peer import Peer, add_peers_option, installed
 
 from jaxserve import LLM, RequestOutputKind, SamplingParams
 from jaxserve.config import bucket
 from jaxserve.step import view_of
 from models.gguf import demo_model_path
+from models.markov import MarkovLM
 
-HERE = Path(__file__).parent
 QUESTIONS = [
     "Name three primary colors.", "Write a haiku about the sea.", "What is 17 + 25?", "Who wrote Hamlet?",
     "Give me a recipe for bread.", "Why is the sky blue?", "Describe a sunny day.", "What do bees eat?",
@@ -54,32 +53,6 @@ class Ours:
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - started
         return sum(len(o.outputs[0].token_ids) for o in outputs) / seconds
-
-
-class Peer:
-    """Another engine, behind a line protocol (bench/peers/README.md)."""
-
-    def __init__(
-        self, python: str, script: str, hf: Path, prompts: Path, batches: list[int], tokens: int,
-        options: Sequence[str] = (), kinds: Sequence[str] = tuple(SAMPLING),
-    ) -> None:  # fmt: skip
-        command = [python, str(HERE / "peers" / script), "--model", str(hf), "--prompts", str(prompts)]
-        command += ["--tokens", str(tokens), "--sampling", *kinds, "--batch", *map(str, batches), *options]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
-        if self._read().strip() != "ready":
-            raise RuntimeError(f"{script} did not start")
-
-    def ask(self, batch: int, tokens: int, sampling: str, **more: Any) -> float:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"batch": batch, "tokens": tokens, "sampling": sampling} | more) + "\n")
-        self.process.stdin.flush()
-        return float(json.loads(self._read())["tokens_per_s"])
-
-    def _read(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline()
 
 
 def chat_prompts(llm_tokenizer: Any) -> list[list[int]]:
@@ -125,15 +98,15 @@ def breakdown(ours: Ours, batch: int, context: int) -> dict[str, float]:
     return times
 
 
-def host_time(ours: Ours, requests: int) -> tuple[float, float, int]:
+def host_time(llm: LLM, prompts: list[list[int]], requests: int) -> tuple[float, float, int]:
     """Milliseconds the host works on a step in which everyone decodes (top_p, no stop), its waiting not counted; the
     part of it that starts programs (XLA:CPU runs some of a program in that call); how many such steps. Final outputs
     only, as LLM.generate asks for them."""
-    engine = ours.llm.engine
+    engine = llm.engine
     kind = RequestOutputKind.FINAL_ONLY
     params = SamplingParams(max_tokens=64, ignore_eos=True, temperature=1.0, top_p=0.9, output_kind=kind)
     for i in range(requests):
-        engine.add_request(f"host {i}", ours.prompts[i % len(ours.prompts)], params)
+        engine.add_request(f"host {i}", prompts[i % len(prompts)], params)
     samples = []
     while engine.has_unfinished():
         before = engine.stats()
@@ -169,25 +142,20 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--hf", type=Path, help="Hugging Face folder of the demo model, for peers; made if missing")
-    parser.add_argument("--vllm", help="python of vLLM's environment")
-    parser.add_argument("--transformers", help="python of transformers' environment")
+    add_peers_option(parser, "vLLM and transformers")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args()
 
     ours = Ours([[1]], args.dtype, max(64, *args.batch))
     ours.prompts = chat_prompts(ours.llm.get_tokenizer())
     engines: dict[str, Any] = {"jaxserve": ours}
-    with tempfile.TemporaryDirectory() as folder:
-        prompts = Path(folder) / "prompts.json"
+    with tempfile.TemporaryDirectory() as temporary:
+        prompts = Path(temporary) / "prompts.json"
         prompts.write_text(json.dumps(ours.prompts))
-        if args.hf and not args.hf.exists():
-            from export_hf import export
-
-            export(args.hf)
-        for name in ("vllm", "transformers"):
-            if python := getattr(args, name):
-                engines[name] = Peer(python, f"{name}_throughput.py", args.hf, prompts, args.batch, args.tokens)
+        if args.peers:
+            folder = installed(args.peers)
+            for name in ("vllm", "transformers"):
+                engines[name] = Peer(name, folder, prompts, args.batch, args.tokens, tuple(SAMPLING))
         cases = [(s, b) for s in SAMPLING for b in args.batch]
         results: dict[tuple[str, str, int], list[float]] = {}
         for sampling, batch in cases:
@@ -226,11 +194,13 @@ def report(
         print(f"{batch:>4}{t['step']:>8.1f}{t['forward']:>9.1f}{t['lm_head']:>9.1f}{t['weights_mb']:>12.0f}{t['kv_mb']:>8.1f}"
               f"{t['gflop']:>8.2f}{t['floor_bytes']:>13.1f}{rate:>9.0f}")  # fmt: skip
 
-    host, dispatch, steps = host_time(ours, 64)
-    print(
-        f"\nHost work per step at 64 decoding requests: {host:.2f} ms, {dispatch:.2f} of it starting programs (median "
-        f"of {steps} steps); programs compiled while serving: {ours.llm.stats().compilations}"
-    )
+    print("\nHost work per step at 64 decoding requests, ms (on a CPU it shares the cores with the model)")
+    toy = LLM(MarkovLM(np.zeros((256, 256), np.float32)), max_model_len=512, max_num_seqs=64)
+    toy.warmup(progress=False)
+    for name, llm, prompts in (("SmolLM2-135M", ours.llm, ours.prompts), ("a table", toy, [[1] * 36])):
+        host, dispatch, steps = host_time(llm, prompts, 64)
+        print(f"{name:<14}{host:>6.2f}, of which starting programs {dispatch:.2f}; median of {steps} steps")
+    print(f"programs compiled while serving: {ours.llm.stats().compilations}")
     if args.json:
         args.json.write_text(json.dumps({"/".join(map(str, k)): v for k, v in rates.items()}, indent=1))
 
