@@ -23,10 +23,20 @@ LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed
 
 @dataclass(frozen=True, kw_only=True)
 class ReasoningConfig:
-    """How a thinking section begins and ends: texts, which need a tokenizer, or token ids."""
+    """How a thinking section begins and ends: texts, which need a tokenizer, or token ids.
+
+    The default is that of DeepSeek-R1, Qwen3 and those that follow them; REASONING_PARSERS has others by name.
+    """
 
     start: str | Sequence[int] = "<think>"
     end: str | Sequence[int] = "</think>"
+
+    @classmethod
+    def by_name(cls, name: str) -> ReasoningConfig:
+        """name: a reasoning parser of vLLM's. Raises ValueError for others."""
+        if name not in REASONING_PARSERS:
+            raise ValueError(f"reasoning_config is {name!r}; a name must be one of {', '.join(REASONING_PARSERS)}")
+        return REASONING_PARSERS[name]
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> ReasoningConfig:
@@ -53,6 +63,13 @@ class ReasoningConfig:
                 f"reasoning_config.{name} is {marker!r}; it must be a text or ids in [0, {vocab_size - 1}]"
             )
         return ids
+
+
+REASONING_PARSERS = {
+    **dict.fromkeys(("deepseek_r1", "qwen3", "glm45"), ReasoningConfig()),
+    "mistral": ReasoningConfig(start="[THINK]", end="[/THINK]"),
+    "seed_oss": ReasoningConfig(start="<seed:think>", end="</seed:think>"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +106,9 @@ class EngineConfig:
         bfloat16, heads of width 64 or 128). Draft models and heads take it where it serves them.
     speculative_config: how drafts are made and verified, a SpeculativeConfig or a dict of its fields
         (jaxserve.speculative.config). None: one token a step.
-    reasoning_config: the marker sequences of thinking sections, a ReasoningConfig or a dict of its fields. The grammar
-        of a request begins after such a section, unless structured_outputs_config says otherwise.
+    reasoning_config: the marker sequences of thinking sections, a ReasoningConfig, a dict of its fields, or a name
+        ("deepseek_r1", "qwen3", ...: REASONING_PARSERS). The grammar of a request begins after such a section, unless
+        structured_outputs_config says otherwise.
     structured_outputs_config: limits and habits of structured output, a StructuredOutputsConfig or a dict of its fields
         (jaxserve.structured.config). None: there is none, and its programs are not compiled; so it is without a
         tokenizer.
@@ -118,7 +136,7 @@ class EngineConfig:
     logprobs_mode: str = "raw_logprobs"
     sampling_implementation: str | None = None
     attention_implementation: str | None = None
-    reasoning_config: ReasoningConfig | Mapping[str, Any] | None = None
+    reasoning_config: ReasoningConfig | Mapping[str, Any] | str | None = None
     speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None
     structured_outputs_config: StructuredOutputsConfig | Mapping[str, Any] | None = STRUCTURED_OUTPUTS
     compilation_cache_dir: str | Path | None = None
@@ -145,9 +163,11 @@ class EngineConfig:
             raise ValueError(f"logits_processors is {self.logits_processors!r}; it must be a list of classes or names")
         if isinstance(self.reasoning_config, Mapping):
             object.__setattr__(self, "reasoning_config", ReasoningConfig.from_dict(self.reasoning_config))
+        elif isinstance(self.reasoning_config, str):
+            object.__setattr__(self, "reasoning_config", ReasoningConfig.by_name(self.reasoning_config))
         if not isinstance(self.reasoning_config, ReasoningConfig | None):
             raise ValueError(
-                f"reasoning_config is {self.reasoning_config!r}; it must be a ReasoningConfig, a dict or None"
+                f"reasoning_config is {self.reasoning_config!r}; it must be a ReasoningConfig, a dict, a name or None"
             )
         self.speculation  # noqa: B018  (checked)
         self.structured_outputs  # noqa: B018  (checked)

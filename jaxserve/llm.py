@@ -65,7 +65,7 @@ class LLM:
         logprobs_mode: str = "raw_logprobs",
         sampling_implementation: str | None = None,
         attention_implementation: str | None = None,
-        reasoning_config: ReasoningConfig | Mapping[str, Any] | None = None,
+        reasoning_config: ReasoningConfig | Mapping[str, Any] | str | None = None,
         speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
         structured_outputs_config: StructuredOutputsConfig | Mapping[str, Any] | None = STRUCTURED_OUTPUTS,
         compilation_cache_dir: str | Path | None = None,

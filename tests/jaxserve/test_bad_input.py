@@ -199,6 +199,7 @@ CONFIGS: list[tuple[str, Any]] = [
     ("seed", 1.5),
     *[(name, x) for name in ("enable_prefix_caching", "enable_chunked_prefill") for x in ("no", None, 1)],
     ("keep_boundary_hidden", "yes"),
+    *[("reasoning_config", x) for x in ("o1", 5)],
     *[(name, x) for name in ("sampling_implementation", "attention_implementation") for x in ("cuda", True)],
 ]
 

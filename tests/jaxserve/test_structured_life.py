@@ -26,8 +26,7 @@ KINDS: dict[str, dict[str, Any]] = {"table": {"regex": REGEX}, "matcher": {"gram
 @pytest.fixture(scope="module")
 def engine(make_engine: MakeEngine) -> EngineCore:
     """With thinking sections, and forced tokens."""
-    reasoning = ReasoningConfig(start=[THINK], end=[END])
-    return make_engine(spelled_model(), SpelledTokenizer(), max_num_seqs=2, reasoning_config=reasoning)
+    return make_engine(spelled_model(), SpelledTokenizer(), max_num_seqs=2, reasoning_config="qwen3")
 
 
 @pytest.fixture(scope="module")
