@@ -60,10 +60,13 @@ class PromptScores:
 
 
 class ScoreCache:
-    """Entries of whole blocks by the hash of their content; the least recently used one goes first."""
+    """Entries of whole blocks by the hash of their content; the least recently used one goes first.
 
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
+    capacity: log-probabilities kept, of the tokens themselves and of the most probable ones beside them.
+    """
+
+    def __init__(self, capacity: int = 1 << 22) -> None:
+        self._capacity, self._size = capacity, 0
         self._blocks: OrderedDict[bytes, tuple[int, list[Logprobs | None]]] = OrderedDict()
 
     def recall(self, scores: PromptScores, hashes: Sequence[bytes]) -> None:
@@ -81,8 +84,11 @@ class ScoreCache:
             entries = scores.block(index, size)
             if entries is None:
                 return
-            if self._blocks.get(content, (-1, []))[0] < scores.number:
+            known = self._blocks.get(content, (-1, []))[0]
+            if known < scores.number:
                 self._blocks[content] = scores.number, entries
+                self._size += size * (scores.number - known)
             self._blocks.move_to_end(content)
-        while len(self._blocks) > self._capacity:
-            self._blocks.popitem(last=False)
+        while self._size > self._capacity:
+            _, (number, entries) = self._blocks.popitem(last=False)
+            self._size -= (1 + number) * len(entries)

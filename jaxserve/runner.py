@@ -311,7 +311,7 @@ class Runner:
             if self._host_forced and request.constraint is not None:
                 tokens = request.constraint.forced(count)
             if not tokens and self._suffix is not None:
-                tokens = self._suffix.propose(request.token_ids, 1 + self._max_drafts)
+                tokens, expected.most[row] = self._suffix.expect(request.token_ids, 1 + self._max_drafts)
             expected.start[row] = request.num_tokens
             expected.tokens[row, : len(tokens)] = tokens
         if (expected.tokens[:, 0] >= 0).any():
@@ -379,7 +379,8 @@ def _take_scores(tiles: list[Tile], found: Logprobs) -> None:
     host = jax.tree.map(np.asarray, found)
     for i, tile in enumerate(tiles):
         if (scores := tile.request.scores) is not None:
-            scores.put(tile.start + 1, most_probable(jax.tree.map(lambda x, i=i: x[i], host), scores.number))
+            own = most_probable(jax.tree.map(lambda x, i=i, n=tile.count: x[i, :n], host), scores.number)
+            scores.put(tile.start + 1, jax.tree.map(np.array, own))  # copies, which do not keep the whole step's
 
 
 def _abstract(x: jax.Array) -> jax.ShapeDtypeStruct:

@@ -13,6 +13,8 @@ import pytest
 import models
 from jaxserve import EngineCore, RequestOutputKind, SamplingParams
 from jaxserve.config import LOGPROBS_MODES
+from jaxserve.prompt_scores import PromptScores, ScoreCache
+from jaxserve.sampling.logprobs import Logprobs
 
 V = 6
 LOGITS = np.array([2.0, 1.0, 1.0, 0.5, 0.5, -3.0], np.float32)  # two pairs of ties
@@ -158,10 +160,12 @@ def test_deltas_put_together_are_the_whole(raw: EngineCore) -> None:
     assert len(deltas) > 1
 
 
-def test_prompt_logprobs_twice(make_engine: Any, random_markov: Any, generate: Any) -> None:
-    """The same 33 tokens, the second time from the cache: an entry for every token, and equal ones."""
+@pytest.mark.parametrize("threshold", [0, 2, 12])
+def test_prompt_logprobs_twice(make_engine: Any, random_markov: Any, generate: Any, threshold: int) -> None:
+    """The same 33 tokens, the second time from the cache: an entry for every token, and equal ones. Also where chunks
+    end within a tile."""
     model = random_markov(12)
-    engine = make_engine(model, max_num_seqs=2, max_model_len=64, block_size=16)
+    engine = make_engine(model, max_num_seqs=2, max_model_len=64, block_size=16, long_prefill_token_threshold=threshold)
     prompt = np.random.default_rng(3).integers(0, 12, 33).tolist()
     params = SamplingParams(prompt_logprobs=1, max_tokens=1, temperature=0)
     first, second = (generate(engine, prompt, params) for _ in range(2))
@@ -179,6 +183,32 @@ def test_prompt_logprobs_twice(make_engine: Any, random_markov: Any, generate: A
         for token, entry in found.items():
             assert entry.logprob == pytest.approx(exact[token], abs=1e-5)
             assert entry.rank == 1 + (logits > logits[token]).sum()
+
+
+def scores(number: int, length: int) -> PromptScores:
+    made = PromptScores(length, number)
+    none = np.zeros((length - 1, 0), np.float32)
+    tokens, top = np.arange(1.0, length, dtype=np.float32), np.zeros((length - 1, number), np.float32)
+    made.put(1, Logprobs(tokens, tokens, top, top, top, none, none))
+    return made
+
+
+def test_remembered_scores_are_bounded_by_their_size() -> None:
+    """Blocks of 4 tokens with 9 more log-probabilities each are 40; three fit in 120."""
+    cache = ScoreCache(capacity=120)
+    for name in (b"a", b"b", b"c"):
+        cache.remember(scores(9, 9), [name + b"0", name + b"1"], 4)
+    again = scores(9, 9)
+    fresh = PromptScores(9, 9)
+    cache.recall(fresh, [b"a0"])
+    assert fresh.num_known == 1
+    cache.recall(fresh, [b"c0", b"c1"])
+    assert fresh.num_known == 8
+    assert [entry.token for entry in fresh.block(1, 4)] == [entry.token for entry in again.block(1, 4)]
+    cache.remember(scores(0, 9), [b"d0", b"d1"], 4)  # 4 each: c stays, more or less
+    fewer = PromptScores(9, 0)
+    cache.recall(fewer, [b"c0", b"c1"])
+    assert fewer.num_known == 8
 
 
 def test_logprobs_do_not_depend_on_what_a_mate_asks_for(raw: EngineCore, generate: Any, drive: Any) -> None:
