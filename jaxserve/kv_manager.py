@@ -116,6 +116,13 @@ class KVCacheManager:
         """Gives the request's blocks back; what they cache stays findable until they are reused."""
         self.pool.free(self._tables.pop(request.request_id).blocks)
 
+    def shareable_hashes(self, request: Request, start: int) -> list[bytes]:
+        """Hashes of the blocks from position `start` on that can be shared: full ones, of known tokens but the last."""
+        if not self.pool.enable_caching:
+            return []
+        last = (request.num_tokens - 1) // self.block_size
+        return self._hashes(request, last)[start // self.block_size : last]
+
     def prompt_hashes(self, request: Request) -> list[bytes]:
         """Hashes of the full blocks of the prompt."""
         count = len(request.prompt_token_ids) // self.block_size

@@ -7,6 +7,7 @@ host's view of a running request is `num_tokens` known tokens plus up to `num_in
 from __future__ import annotations
 
 import bisect
+import itertools
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -47,11 +48,6 @@ class SchedulerOutput:
     decode: list[Request] = field(default_factory=list)
     block_table_changes: list[Request] = field(default_factory=list)  # including the admitted
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to compute."""
-        return not self.prefill and not self.decode
-
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStats:
@@ -79,12 +75,14 @@ class Scheduler:
         self.config = config
         self._num_drafts = num_drafts or (lambda num_running: config.num_speculative_tokens)
         self.kv = kv_manager
-        self.score_cache = ScoreCache(kv_manager.pool.num_usable)
+        self.score_cache = ScoreCache()
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         self._requests: dict[str, Request] = {}
         self._num_added = 0
         self._waits_for_blocks = False  # whether the last step left somebody waiting for them
+        self._being_written: set[bytes] = set()  # contents of blocks, by the prefills of the step being scheduled and
+        # of those that follow it
         self._num_preemptions = 0
         self._prefix_queried_tokens = 0
         self._prefix_hit_tokens = 0
@@ -169,6 +167,7 @@ class Scheduler:
         """The next step: everyone who decodes, then prefills under way, then (if nobody had to yield) new requests."""
         output = SchedulerOutput(*self._num_positions())
         self._waits_for_blocks = False
+        self._being_written.clear()
         prefilling = self._decode_running(output)
         budget = self.config.max_num_batched_tokens - output.num_positions * len(output.decode)
         for request in prefilling:
@@ -183,7 +182,7 @@ class Scheduler:
         """1 + K, unless drafts for everyone who might run would leave no room for a tile of prefill; and K itself."""
         # Whom the last step had no KV blocks for does not run in this one either, but for one that ended meanwhile.
         waiting = 0 if self._waits_for_blocks else len(self.waiting)
-        candidates = min(len(self.running) + waiting, self.config.max_num_seqs)
+        candidates = min(max(len(self.running) + waiting, 1), self.config.max_num_seqs)  # one that ended leaves blocks
         drafts = self._num_drafts(candidates)
         needed = candidates * (1 + drafts) + self.config.prefill_tile
         return 1 + drafts if needed <= self.config.max_num_batched_tokens else 1, drafts
@@ -193,13 +192,12 @@ class Scheduler:
         prefilling = []
         positions = output.num_positions
         for request in self.running:  # preemption takes from the tail, which this loop has not reached
-            known = len(request.token_ids)
-            if request.num_computed_tokens < known - 1:
+            if request.is_prefilling:
                 prefilling.append(request)
                 continue
             if request.awaits_grammar:
                 continue
-            ahead = known + request.num_in_flight
+            ahead = request.num_tokens + request.num_in_flight
             if ahead >= request.max_total_tokens:  # its end is in flight
                 continue
             positions_ahead = ahead + positions + self.config.num_lookahead_tokens
@@ -234,6 +232,7 @@ class Scheduler:
         todo = request.num_tokens - 1 - request.num_computed_tokens
         if count := self._chunk_size(todo, budget):
             output.prefill.append(PrefillChunk(request, request.num_computed_tokens, count))
+            self._being_written.update(self.kv.shareable_hashes(request, request.num_computed_tokens))
             request.num_computed_tokens += count
             budget -= self.config.padded(count)
         if count == todo and budget >= output.num_positions and not request.awaits_grammar:
@@ -266,13 +265,16 @@ class Scheduler:
                 budget = left
 
     def _try_to_start(self, request: Request, output: SchedulerOutput, budget: int) -> int | None:
-        """Admits a waiting request and returns the budget that is left; None where it does not fit."""
+        """Admits a waiting request and returns the budget that is left; None where it does not fit, or where most of
+        its prompt is being computed for another."""
         if request.num_in_flight or budget < output.num_positions:
             return None
         cached_blocks, num_cached = self.kv.get_computed_blocks(request)
         start = self._start_position(request, num_cached)
         todo = request.num_tokens - 1 - start
         if todo and not self._chunk_size(todo, budget):
+            return None
+        if 2 * self._num_being_written(request, num_cached) > todo:
             return None
         # Blocks for all known tokens and the first decode: a prefill never stops half-way for want of memory.
         first_decode = request.num_tokens + self.config.num_speculative_tokens + self.config.num_lookahead_tokens
@@ -283,6 +285,13 @@ class Scheduler:
         self.waiting.remove(request)
         self._start(request, start, num_cached, output)
         return self._advance(request, output, budget)
+
+    def _num_being_written(self, request: Request, num_cached: int) -> int:
+        """Positions after the cached prefix that are being computed for somebody else, as for the first sequence of a
+        request with n > 1: whoever waits can share them."""
+        hashes = self.kv.shareable_hashes(request, num_cached) if self._being_written else []
+        shared = itertools.takewhile(self._being_written.__contains__, hashes)
+        return self.config.block_size * sum(1 for _ in shared)
 
     def _start_position(self, request: Request, num_cached: int) -> int:
         """Where computing begins: after the cached prefix, or in it where the prompt's own scores are not known."""
@@ -328,7 +337,7 @@ class Scheduler:
         touched = []
         now = time.time()
         for chunk in output.prefill:
-            if (scores := chunk.request.scores) is not None:
+            if (scores := chunk.request.scores) is not None and self.kv.pool.enable_caching:
                 hashes = self.kv.prompt_hashes(chunk.request)
                 self.score_cache.remember(scores, hashes, self.config.block_size)
         for request in output.decode:

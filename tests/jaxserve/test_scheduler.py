@@ -448,18 +448,54 @@ def test_random_traffic(
 # ---- fixed cases
 
 
-def test_second_request_of_a_step_does_not_read_unwritten_blocks() -> None:
+def test_a_prompt_is_computed_once_for_all_who_come_with_it() -> None:
+    """The second waits a step for blocks that the first one writes: blocks are shared when they are written."""
     sim = Simulation(make_config(), 40)
     prompt = tuple(i % VOCAB for i in range(22))
-    first, second = sim.add(Arrival(prompt)), sim.add(Arrival(prompt))
+    first, second, third = (sim.add(Arrival(prompt)) for _ in range(3))
     output = sim.step()
-    assert [(c.request, c.start, c.count) for c in output.prefill] == [(first, 0, 21), (second, 0, 21)]
-    third = sim.add(Arrival(prompt))
+    assert [(c.request, c.start, c.count) for c in output.prefill] == [(first, 0, 21)]
     output = sim.step()
-    assert [(c.request, c.start, c.count) for c in output.prefill] == [(third, 20, 1)]
-    assert third.num_cached_tokens == 20
-    assert second.num_cached_tokens == 0
+    assert [(c.request, c.start, c.count) for c in output.prefill] == [(second, 20, 1), (third, 20, 1)]
+    assert (first.num_cached_tokens, second.num_cached_tokens, third.num_cached_tokens) == (0, 20, 20)
     sim.run([])
+
+
+@pytest.mark.parametrize(("shared", "at_once"), [(4, True), (12, False)])
+def test_who_shares_little_of_a_prompt_does_not_wait(shared: int, at_once: bool) -> None:
+    sim = Simulation(make_config(), 40)
+    first, second = ((5,) * shared + (token,) * (20 - shared) for token in (1, 2))
+    sim.run([])
+    a, b = sim.add(Arrival(first)), sim.add(Arrival(second))
+    assert sim.step().admitted == ([a, b] if at_once else [a])
+    sim.run([])
+
+
+@pytest.mark.parametrize("threshold", [4, 6])
+def test_a_long_prompt_is_waited_for_to_its_end(threshold: int) -> None:
+    """Chunk after chunk, also of part of a block."""
+    sim = Simulation(make_config(long_prefill_token_threshold=threshold), 40)
+    prompt = tuple(i % VOCAB for i in range(22))
+    first, second = sim.add(Arrival(prompt)), sim.add(Arrival(prompt))
+    while second.num_computed_tokens == 0:
+        sim.step()
+    assert first.num_computed_tokens >= 20
+    assert second.num_cached_tokens == 20
+    sim.run([])
+
+
+def test_drafts_go_on_when_the_only_request_ends() -> None:
+    """Another waits for its blocks: it starts in the next step, which has the drafts of one request."""
+    asked: list[int] = []
+    sim = Simulation(make_config(max_num_batched_tokens=64, num_speculative_tokens=3), 1 + 8)
+    sim.scheduler._num_drafts = lambda num_running: asked.append(num_running) or 3 * (num_running > 0)  # type: ignore[func-returns-value]
+    sim.draft_counts = iter([])
+    sim.num_drafts = 3
+    first, second = (sim.add(Arrival((token,) * 17, max_tokens=12, ignore_eos=True)) for token in (1, 2))
+    while not second.status.is_finished:
+        assert sim.step().next_drafts == 3
+    assert min(asked) == 1
+    assert first.status.is_finished
 
 
 @pytest.mark.parametrize(("length", "cached"), [(4, 0), (5, 4), (8, 4), (9, 8), (12, 8), (13, 12)])
@@ -499,7 +535,7 @@ def test_preempted_request_resumes_only_after_its_tokens_are_collected() -> None
     before = younger.num_tokens
     sim.scheduler.finish(older, RequestStatus.FINISHED_STOPPED)  # room for the younger one, but not yet
     output = sim.scheduler.schedule()
-    assert output.is_empty
+    assert not output.prefill + output.decode
     assert younger.status is RequestStatus.PREEMPTED
     sim.pending.append((output, *sim.device.dispatch(output)))
     sim.collect()
@@ -582,7 +618,7 @@ def test_end_in_flight_is_not_decoded_again() -> None:
     sim = Simulation(make_config(), 40)
     request = sim.add(Arrival((1, 2), max_tokens=1, ignore_eos=True))
     assert sim.step().decode == [request]
-    assert sim.step().is_empty
+    assert sim.step().decode == []
     assert request.status is RequestStatus.FINISHED_LENGTH
 
 
