@@ -28,7 +28,7 @@ from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler import Scheduler, SchedulerOutput, SchedulerStats
 from jaxserve.speculative.speculation import Speculation
 from jaxserve.speculative.stats import SpecDecodingStats
-from jaxserve.structured.dfa import GrammarError
+from jaxserve.structured.errors import GrammarError
 from jaxserve.structured.forced import ForcedTokens
 from jaxserve.structured.manager import StructuredOutputs
 from models.base import Model
@@ -204,8 +204,10 @@ class EngineCore:
             self._compiling += requests
         self._num_requests += 1
 
-    def abort(self, request_ids: Iterable[str]) -> None:
-        """End requests in any state; unknown ids are passed over. Their last outputs come with the next step."""
+    def abort(self, request_ids: str | Iterable[str]) -> None:
+        """End one or several requests in any state; unknown ids are passed over. Their last outputs come with the next
+        step."""
+        request_ids = [request_ids] if isinstance(request_ids, str) else request_ids
         running, outputs = self._outputs.abort(request_ids)
         self.scheduler.abort(running)
         self._pending += outputs
@@ -328,14 +330,11 @@ class EngineCore:
         """End the requests whose grammar turned out not to compile."""
         if not self._compiling:
             return []
-        compiling, self._compiling = self._compiling, []
         outputs = []
-        for request in compiling:
-            if request.awaits_grammar and not request.status.is_finished:
-                self._compiling.append(request)
-            elif request.constraint is not None and not request.awaits_grammar:
-                error = request.constraint.error
-                outputs += [] if error is None else self._fail(request, error)
+        for request in self._compiling:
+            if request.constraint is not None and (error := request.constraint.error) is not None:
+                outputs += self._fail(request, error)
+        self._compiling = [r for r in self._compiling if r.awaits_grammar and not r.status.is_finished]
         return outputs
 
     def _fail(self, request: Request, message: str) -> list[RequestOutput]:

@@ -30,7 +30,8 @@ class Constraint:
 
     @property
     def is_ready(self) -> bool:
-        return self._compiled.done()
+        """Whether there is a grammar. One that failed has none: its request waits until its error is seen."""
+        return self._compiled.done() and self._compiled.exception() is None
 
     @property
     def error(self) -> str | None:

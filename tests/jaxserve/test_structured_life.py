@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 import pytest
 
 from jaxserve import EngineCore, ReasoningConfig, RequestOutput, SamplingParams, StructuredOutputsConfig
+from jaxserve.structured.constraint import Constraint
+from jaxserve.structured.errors import GrammarError
 from tests.jaxserve.spelled import END, EOS, EOT, PADDED, SPELLED, THINK, SpelledTokenizer, spelled_model
 
 MakeEngine = Callable[..., EngineCore]
@@ -288,6 +291,28 @@ def test_what_cannot_be_is_refused_at_the_door(make_engine: MakeEngine, plain: E
     assert not plain.has_unfinished()
 
 
+def test_a_grammar_that_fails_while_a_step_is_scheduled(
+    plain: EngineCore, drive: Drive, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step goes without its request, which ends with the next one."""
+    compiled: Future[Any] = Future()
+    schedule = plain.scheduler.schedule
+
+    def fail_first() -> Any:
+        if not compiled.done():
+            compiled.set_exception(GrammarError("too late"))
+        return schedule()
+
+    plain.add_request("mate", [1, 2], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+    with monkeypatch.context() as patch:
+        patch.setattr(plain._admission.structured, "constraint", lambda *args: Constraint(compiled, None))
+        plain.add_request("late", [1, 2], SamplingParams(structured_outputs=KINDS["table"]))
+    monkeypatch.setattr(plain.scheduler, "schedule", fail_first)
+    done = drive(plain)
+    assert done["late"].outputs[0].error == "structured_outputs: too late"
+    assert done["mate"].outputs[0].finish_reason == "length"
+
+
 def test_aborts_leave_nothing_behind(plain: EngineCore, drive: Drive) -> None:
     for step in range(6):
         for index, kind in enumerate([*KINDS.values(), {"json": CONST}]):
@@ -308,7 +333,9 @@ def test_aborts_leave_nothing_behind(plain: EngineCore, drive: Drive) -> None:
 
 
 def test_several_outputs_share_a_grammar(plain: EngineCore, generate: Generate) -> None:
+    before = plain.stats().scheduler.prefix_hit_tokens
     output = generate(plain, [1] * 40, SamplingParams(n=3, seed=7, max_tokens=60, structured_outputs=KINDS["table"]))
+    assert plain.stats().scheduler.prefix_hit_tokens - before == 64  # two of them found the prompt of the first
     texts = [o.text for o in output.outputs]
     assert len(set(texts)) > 1
     assert all(text.endswith("x") and text[:3] in ("foo", "bar") for text in texts)
