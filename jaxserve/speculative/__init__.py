@@ -5,12 +5,7 @@ from __future__ import annotations
 from jaxserve.speculative.auto import AutoK
 from jaxserve.speculative.build import Target, make_proposer, make_suffix_proposer, required_feature_layers
 from jaxserve.speculative.config import SpeculativeConfig
-from jaxserve.speculative.continuation import (
-    Continuation,
-    ContinuationProposer,
-    drafts_of_continuation,
-    empty_continuation,
-)
+from jaxserve.speculative.continuation import Continuation, drafts_of_continuation, empty_continuation
 from jaxserve.speculative.proposer import PrefillContext, Proposal, ProposeContext, Proposer, Stateless, cut
 from jaxserve.speculative.stats import (
     SpecDecodingCollector,
@@ -25,7 +20,6 @@ from jaxserve.speculative.suffix import SuffixProposer
 __all__ = [
     "AutoK",
     "Continuation",
-    "ContinuationProposer",
     "PrefillContext",
     "Proposal",
     "ProposeContext",

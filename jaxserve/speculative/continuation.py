@@ -8,16 +8,13 @@ host can propose like this: suffix structures, tokens that a grammar forces.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jax.sharding import Mesh
 
-from jaxserve.speculative.proposer import Proposal, ProposeContext, Stateless, cut
-from models.base import Array, Params
+from jaxserve.speculative.proposer import ProposeContext, cut
+from models.base import Array
 
 
 @struct.dataclass
@@ -25,34 +22,22 @@ class Continuation:
     """What the host expects of each slot.
 
     start: [B] int32, position of the first token, at most the number of tokens known to the host. tokens: [B, C] int32,
-    -1 after the last; C = 1 + 2K serves any step in flight.
+    -1 after the last; C = 1 + 2K serves any step in flight. most: [B, 2+K] int32, how many may be drafts once the first
+    0, 1, ... 1+K of them have been said.
     """
 
     start: Array
     tokens: Array
+    most: Array
 
 
 def empty_continuation(num_slots: int, num_drafts: int) -> Continuation:
     """No expectations: NumPy, to be filled by the host."""
-    return Continuation(np.zeros(num_slots, np.int32), np.full((num_slots, 1 + 2 * num_drafts), -1, np.int32))
-
-
-@dataclass(frozen=True)
-class ContinuationProposer(Stateless):
-    """Takes drafts from the context's `continuation`, which the host sends with every step."""
-
-    num_speculative_tokens: int
-
-    def with_num_speculative_tokens(self, count: int) -> ContinuationProposer:
-        return replace(self, num_speculative_tokens=count)
-
-    def propose(self, params: Params, kv: None, context: ProposeContext, mesh: Mesh | None) -> Proposal:
-        if context.continuation is None:
-            raise ValueError("continuation of the context is None; this proposer needs what the host expects")
-        with jax.named_scope("continuation"):
-            return Proposal(
-                drafts_of_continuation(context, context.continuation, self.num_speculative_tokens), None, kv
-            )
+    return Continuation(
+        start=np.zeros(num_slots, np.int32),
+        tokens=np.full((num_slots, 1 + 2 * num_drafts), -1, np.int32),
+        most=np.full((num_slots, 2 + num_drafts), num_drafts, np.int32),
+    )
 
 
 def drafts_of_continuation(context: ProposeContext, continuation: Continuation, num_drafts: int) -> jax.Array:
@@ -65,5 +50,6 @@ def drafts_of_continuation(context: ProposeContext, continuation: Continuation, 
     first = context.num_tokens - continuation.start  # of the continuation, that is still to come
     source = first[:, None] + jnp.arange(num_drafts, dtype=jnp.int32)
     found = jnp.take_along_axis(continuation.tokens, jnp.clip(source, 0, width - 1), axis=1)
-    usable = agrees[:, None] & (first >= 0)[:, None] & (source < width)
+    most = jnp.take_along_axis(continuation.most, jnp.clip(first, 0, continuation.most.shape[1] - 1)[:, None], axis=1)
+    usable = agrees[:, None] & (first >= 0)[:, None] & (source < width) & (jnp.arange(num_drafts) < most)
     return cut(jnp.where(usable, found, -1), context)

@@ -58,7 +58,6 @@ class ProposeContext:
     prompt_len: Array  # [B] int32
     max_tokens_total: Array  # [B] int32, the request ends when it holds this many
     temperature: Array  # [B] float32, 0 = greedy
-    continuation: Any = None  # for ContinuationProposer: what the host expects of each slot
     # How many of the drafts just verified may be others' (a grammar's): a draft model has no KV of those.
     num_foreign: int = struct.field(pytree_node=False, default=0)
 

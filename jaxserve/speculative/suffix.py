@@ -16,7 +16,8 @@ from array import array
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,10 +25,18 @@ _END = -1  # behind every stored output: no token
 _MAX_PLACES = 4096  # of a token, the newest, from which a search starts
 
 
+class Expected(NamedTuple):
+    """What may follow a request's tokens, and how many of it may be drafts once the first 0, 1, ... have been said."""
+
+    tokens: list[int]
+    most: list[int]
+
+
 @dataclass(frozen=True)
 class _Drafts:
     tokens: list[int]
     score: float  # expected number accepted
+    length: int = 0  # of the match
 
 
 class SuffixProposer:
@@ -35,7 +44,8 @@ class SuffixProposer:
 
     num_speculative_tokens: K, most drafts a request gets. max_tree_depth: longest suffix looked for plus what follows
     it. max_cached_requests: outputs kept, oldest out first. max_spec_factor: drafts per token of the suffix that
-    matched. min_token_prob: a draft is dropped, with all after it, when its share among the matches falls below this.
+    matches when they are made. min_token_prob: a draft is dropped, with all after it, when its share among the matches
+    falls below this.
     """
 
     def __init__(
@@ -54,20 +64,28 @@ class SuffixProposer:
         """Keep a finished request's output tokens."""
         self._store.add(output)
 
-    def propose(self, tokens: Sequence[int], ahead: int = 0) -> list[int]:
-        """Up to K drafts that may follow a request's tokens (prompt and output), and up to `ahead` more.
+    def propose(self, tokens: Sequence[int]) -> list[int]:
+        """Up to K drafts that may follow a request's tokens (prompt and output)."""
+        return self.expect(tokens, 0).tokens
 
-        With a step in flight, ahead = 1 + K is what it may use up.
+    def expect(self, tokens: Sequence[int], ahead: int) -> Expected:
+        """What may follow, long enough for K drafts behind the first `ahead` of it: with a step in flight 1 + K, which
+        is what it may say.
 
         The better of the request's own text and the store, by the expected number of accepted drafts.
         """
         if not len(tokens):
-            return []
+            return Expected([], [0] * (ahead + 1))
         text = np.asarray(tokens, np.int32)
         pattern = text[-self._depth :]
         own = self._search(text, np.flatnonzero(text[:-1] == text[-1]), pattern, ahead)
         stored = self._search(*self._store.places_of(int(text[-1])), pattern, ahead)
-        return max(own, stored, key=lambda drafts: drafts.score).tokens
+        best = max(own, stored, key=lambda drafts: drafts.score)
+        return Expected(best.tokens, [self._most(best.length + said) for said in range(ahead + 1)])
+
+    def _most(self, length: int) -> int:
+        """Drafts behind a match."""
+        return int(min(self.num_speculative_tokens, length * self._factor))
 
     def _search(self, text: np.ndarray, places: np.ndarray, pattern: np.ndarray, ahead: int) -> _Drafts:
         """The best continuation over all lengths of the match. places: where the pattern's last token is in `text`.
@@ -77,11 +95,11 @@ class SuffixProposer:
         """
         best = _Drafts([], 0.0)
         for length, matches in reversed(_narrowed(text, places[-_MAX_PLACES:], pattern)):
-            count = min(self.num_speculative_tokens + ahead, int(length * self._factor) + ahead, self._depth - 1)
+            count = min(ahead + self._most(length + ahead), self._depth - 1)
             if count <= best.score:
                 break
             drafts = self._walk(text, matches, count)
-            best = drafts if drafts.score > best.score else best
+            best = replace(drafts, length=length) if drafts.score > best.score else best
         return best
 
     def _walk(self, text: np.ndarray, places: np.ndarray, count: int) -> _Drafts:

@@ -4,13 +4,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxserve.speculative.continuation import Continuation, ContinuationProposer, empty_continuation
-from jaxserve.speculative.proposer import ProposeContext, Proposer
+from jaxserve.speculative.continuation import Continuation, drafts_of_continuation, empty_continuation
+from jaxserve.speculative.proposer import ProposeContext
 
 
 def drafts_of(context, continuation, count):
-    context = context.replace(continuation=continuation)
-    return jax.jit(lambda c: ContinuationProposer(count).propose({}, None, c, None).drafts)(context).tolist()
+    return jax.jit(drafts_of_continuation, static_argnums=2)(context, continuation, count).tolist()
 
 
 def context_of(history, num_tokens, room=99):
@@ -40,18 +39,18 @@ def context_of(history, num_tokens, room=99):
 def test_alignment(known, continuation, expected):
     """The host proposed after four tokens, 1 2 3 4; the device has gone on to `known` of them."""
     history = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 9]]
-    given = Continuation(jnp.asarray([4]), jnp.asarray([continuation]))
+    given = Continuation(jnp.asarray([4]), jnp.asarray([continuation]), jnp.full((1, 5), 2))
     assert drafts_of(context_of(history, [known]), given, 2) == [expected]
 
 
 def test_alignment_of_a_slot_that_was_given_away():
     """A continuation that starts beyond the history belongs to somebody else."""
-    given = Continuation(jnp.asarray([7]), jnp.asarray([[5, 6, 7]]))
+    given = Continuation(jnp.asarray([7]), jnp.asarray([[5, 6, 7]]), jnp.full((1, 4), 2))
     assert drafts_of(context_of([[1, 2, 3, 4, 0, 0, 0, 0]], [4]), given, 2) == [[-1, -1]]
 
 
 def test_drafts_end_with_the_request():
-    given = Continuation(jnp.asarray([4]), jnp.asarray([[5, 6, 7, 8, 9]]))
+    given = Continuation(jnp.asarray([4]), jnp.asarray([[5, 6, 7, 8, 9]]), jnp.full((1, 4), 2))
     context = context_of([[1, 2, 3, 4, 5, 6, 7, 8, 9, 9]], [5], room=2)
     assert drafts_of(context, given, 2) == [[6, -1]]
 
@@ -60,10 +59,9 @@ def test_nothing_expected():
     nothing = empty_continuation(2, 3)
     assert nothing.tokens.shape == (2, 7)
     assert drafts_of(context_of([[1, 2, 3]] * 2, [2, 3]), nothing, 3) == [[-1] * 3] * 2
-    with pytest.raises(ValueError, match="continuation of the context is None"):
-        drafts_of(context_of([[1, 2, 3]], [2]), None, 3)
 
 
-def test_it_is_a_proposer():
-    assert isinstance(ContinuationProposer(3), Proposer)
-    assert ContinuationProposer(3).with_num_speculative_tokens(1) == ContinuationProposer(1)
+@pytest.mark.parametrize(("known", "expected"), [(4, [5, -1]), (5, [6, 7]), (6, [-1, -1]), (7, [8, 9])])
+def test_how_many_depends_on_what_was_said(known, expected):
+    given = Continuation(jnp.asarray([4]), jnp.asarray([[5, 6, 7, 8, 9]]), jnp.asarray([[1, 2, 0, 9]]))
+    assert drafts_of(context_of([[1, 2, 3, 4, 5, 6, 7, 8, 9, 9]], [known]), given, 2) == [expected]

@@ -63,7 +63,8 @@ def test_longer_matches_get_more_drafts():
     assert proposer.propose([1]) == [2]
     assert proposer.propose([1, 2, 3]) == [4, 5, 6]
     assert proposer.propose(list(range(12))) == list(range(12, 20))
-    assert proposer.propose([1, 2], ahead=3) == [3, 4, 5, 6, 7]
+    assert proposer.expect([1, 2], ahead=3) == ([3, 4, 5, 6, 7, 8, 9, 10], [2, 3, 4, 5])
+    assert proposer.expect([99], ahead=1) == ([], [0, 1])
 
 
 def test_outputs_do_not_run_into_each_other():
