@@ -67,13 +67,16 @@ def assemble(model: Model, tokenizer: Any | None, config: EngineConfig) -> Assem
         target = Target(model, config.block_size, max_model_len, config.tensor_parallel_size, tokenizer)
         suffix = make_suffix_proposer(speculation) if speculation.method == "suffix" else None
         proposer = make_proposer(speculation, target) if suffix is None else None
-    vocab_size = model.vocab_size if tokenizer is None else min(model.vocab_size, len(tokenizer))
+    vocab_size = min(model.vocab_size, _num_ids(tokenizer, model.vocab_size))
     eos_token_ids = _eos_token_ids(model, tokenizer)
     parts = Parts(
         model=model,
         sampler=_sampler(model, tokenizer, config, max_model_len, vocab_size, eos_token_ids),
         mesh=_mesh(config.tensor_parallel_size),
         proposer=proposer,
+        # On a GPU the host would wait for the device to say which; there rows are free until arithmetic takes longer
+        # than reading the weights.
+        skips_empty_drafts=models.default_platform() == "cpu",
     )
     structured = None if tokenizer is None else config.structured_outputs
     if structured is not None and parts.sampler.markers is not None and not structured.enable_in_reasoning:
@@ -104,6 +107,14 @@ def assemble(model: Model, tokenizer: Any | None, config: EngineConfig) -> Assem
         keep_boundary_hidden=config.keep_boundary_hidden or (proposer is not None and proposer.needs_hidden),
         structured=structured,
     )
+
+
+def _num_ids(tokenizer: Any | None, default: int) -> int:
+    """1 + the largest id that a tokenizer knows; it may have fewer tokens than that."""
+    if tokenizer is None:
+        return default
+    known = getattr(tokenizer, "get_vocab", None)
+    return len(tokenizer) if known is None else max(known().values(), default=-1) + 1
 
 
 def _eos_token_ids(model: Model, tokenizer: Any | None) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ positions, C positions in a page, D width of a hidden state.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -35,6 +36,7 @@ class Parts:
     mesh: Mesh | None
     proposer: Proposer | None = None  # of drafts, where they are made on the device
     grammar_marker: tuple[int, ...] | None = None  # after which grammars begin, where they leave thinking alone
+    skips_empty_drafts: bool = False  # a step in which nobody has a draft takes one row of each
 
 
 @struct.dataclass
@@ -127,6 +129,28 @@ def forward(
     parts: Parts, drafts: int, pages: int, weights: Weights, cache: Cache, view: BatchView, run: jax.Array
 ) -> tuple[Cache, jax.Array, Hidden | None]:
     """Logits [B*(1+K), V] of the newest token and the first `drafts` drafts of every slot that runs (run [B] bool)."""
+
+    def of_rows(count: int, cache: Cache) -> tuple[Cache, jax.Array, Hidden | None]:
+        """Of the first `count` rows of every slot; zeros for the others."""
+        cache, logits, hidden = _forward_rows(parts, count - 1, pages, weights, cache, view, run)
+        more = ((0, 0), (0, 1 + drafts - count), (0, 0))
+        logits = jnp.pad(logits, more).reshape(len(run) * (1 + drafts), -1)
+        return cache, logits, None if hidden is None else replace(hidden, rows=jnp.pad(hidden.rows, more))
+
+    if not drafts or not parts.skips_empty_drafts:
+        return of_rows(1 + drafts, cache)
+    drafted = jnp.any(run & (view.drafts[: len(run), 0] >= 0)).astype(jnp.int32)
+    shapes = jax.eval_shape(partial(of_rows, 1), cache)[1:]
+    made = (cache, *jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
+    # Loops of one turn or none, which change the pages in place: `cond` copies what it is given.
+    made = jax.lax.fori_loop(0, drafted, lambda _, made: of_rows(1 + drafts, made[0]), made)
+    return jax.lax.fori_loop(0, 1 - drafted, lambda _, made: of_rows(1, made[0]), made)
+
+
+def _forward_rows(
+    parts: Parts, drafts: int, pages: int, weights: Weights, cache: Cache, view: BatchView, run: jax.Array
+) -> tuple[Cache, jax.Array, Hidden | None]:
+    """`forward` with logits [B, 1+K, V]."""
     b = len(run)
     used, positions = window_positions(view, run, drafts)
     newest = jnp.take_along_axis(view.tokens[:b], view.num_tokens[:b, None] - 1, axis=1)
@@ -138,7 +162,7 @@ def forward(
     before = _states_before(cache, inputs)
     states, cache = _forward(parts, weights, cache, inputs)
     logits = parts.model.logits(weights.model, states.reshape(positions.size, -1))
-    return cache, logits, None if before is None else Hidden(states, before)
+    return cache, logits.reshape(b, 1 + drafts, -1), None if before is None else Hidden(states, before)
 
 
 def window_positions(view: BatchView, run: jax.Array, drafts: int) -> tuple[jax.Array, jax.Array]:

@@ -311,3 +311,33 @@ def test_logprobs_of_a_window(model: MarkovLM, exact_distribution: Callable[...,
         for i in range(len(prompt), len(prompt) + K + 1)
     ]
     np.testing.assert_allclose(np.asarray(out.logprobs.token)[0], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("drafted", [[[], [], []], [[], [3, 4], []], [[1, 2, 3], [4, 5, 6], [7, 8, 9]], [[], [], [5]]])
+def test_a_step_in_which_nobody_has_a_draft_takes_one_row_of_each(model: MarkovLM, drafted: list[list[int]]) -> None:
+    """The rows that count give and store the same; of a slot that does not run none counts."""
+    made = Batch(model, K, make_requests())
+    table = np.array([[*ids, *[-1] * (K - len(ids))] for ids in drafted], np.int32)
+    view = step.view_of(made.state.replace(drafts=jnp.asarray(table)))
+    run = np.array([True, True, False])
+    used, positions = (np.asarray(x) for x in step.window_positions(view, run, K))
+    pages = np.asarray(view.block_tables)[np.arange(SLOTS)[:, None], np.minimum(positions // BLOCK, PAGES - 1)]
+    found = []
+    for skips in (False, True):
+        parts = Parts(model, Sampler(V), mesh=None, skips_empty_drafts=skips)
+        cache, logits, _ = step.forward(parts, K, PAGES, Weights(made.params, {}), made.cache, view, run)
+        stored = [np.asarray(x)[pages[used], positions[used] % BLOCK] for x in jax.tree.leaves(cache.kv)]
+        found.append((np.asarray(logits).reshape(SLOTS, 1 + K, V)[used], *stored))
+    jax.tree.map(np.testing.assert_array_equal, *found)
+    assert used.sum() == 2 + sum(map(len, drafted[:2]))
+
+
+def test_pages_are_not_copied(make_engine: Callable[..., Any], make_llama: Callable[..., Any]) -> None:
+    """Also where a step may take one row of each: temporaries are far from the size of the pool."""
+    speculation = {"method": "ngram", "num_speculative_tokens": K}
+    engine = make_engine(make_llama(), num_blocks=4000, max_num_seqs=1, speculative_config=speculation)
+    pool = sum(x.nbytes for x in jax.tree.leaves(engine.runner.cache))
+    memory = engine.runner.programs["forward", 1, 1, K].memory_analysis()
+    assert engine.runner.parts.skips_empty_drafts == (jax.default_backend() == "cpu")
+    assert memory.alias_size_in_bytes == pool
+    assert memory.temp_size_in_bytes < pool / 8
