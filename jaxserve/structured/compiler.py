@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from jaxserve.structured.config import StructuredOutputsConfig
-from jaxserve.structured.dfa import GrammarError, NoTableError
+from jaxserve.structured.errors import GrammarError, NoTableError
 from jaxserve.structured.lark import to_lark
 from jaxserve.structured.matcher import LLTokens, MatcherGrammar
 from jaxserve.structured.params import GrammarKey, StructuredOutputsParams

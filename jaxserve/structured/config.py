@@ -10,6 +10,8 @@ from typing import Any
 from jaxserve.structured.dfa import GrammarLimits
 from jaxserve.structured.params import BACKENDS
 
+_MAX_FORCED = 128  # drafts that a step can verify
+
 
 @dataclass(frozen=True, kw_only=True)
 class MatcherLimits:
@@ -76,7 +78,7 @@ class StructuredOutputsConfig:
             raise ValueError(f"structured_outputs_config.backend={self.backend!r} must be one of {', '.join(BACKENDS)}")
         for name, low in (("num_workers", 1), ("cache_size", 1), ("cache_bytes", 1), ("pool_bytes", 1)):
             _integer(name, getattr(self, name), low)
-        _integer("num_forced_tokens", self.num_forced_tokens, 0)
+        _integer("num_forced_tokens", self.num_forced_tokens, 0, _MAX_FORCED)
 
 
 def _of_fields(name: str, kind: type, fields: Mapping[str, Any]) -> Any:
@@ -90,6 +92,7 @@ def _only_known(name: str, kind: Any, fields: Mapping[str, Any]) -> None:
         raise ValueError(f"{name} has the keys {unknown}; it must have only {', '.join(known)}")
 
 
-def _integer(name: str, value: Any, low: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < low:
-        raise ValueError(f"structured_outputs_config.{name} is {value!r}; it must be an integer >= {low}")
+def _integer(name: str, value: Any, low: int, high: int | None = None) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
+        expected = f"an integer >= {low}" if high is None else f"an integer in [{low}, {high}]"
+        raise ValueError(f"structured_outputs_config.{name} is {value!r}; it must be {expected}")

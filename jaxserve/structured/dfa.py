@@ -6,13 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxserve.structured.errors import GrammarError, LimitError, NoTableError
+from jaxserve.structured.errors import GrammarError, LimitError
 from jaxserve.structured.nfa import NFA, determinize
 from jaxserve.structured.regex_parser import parse
 from jaxserve.structured.regex_syntax import strip_anchors
 
 _NFA_STATES = 8  # times max_raw_states: what the expression itself may take
-__all__ = ["ByteDFA", "GrammarError", "GrammarLimits", "LimitError", "NoTableError", "compile_regex", "minimize"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple, NoReturn
 
-from jaxserve.structured.dfa import GrammarError
+from jaxserve.structured.errors import GrammarError
 
 ROOT = "root"
 MAX_GROUPS = 64  # nested, so that reading them cannot exhaust the stack
@@ -165,7 +165,7 @@ def _sequence(reader: _Reader, depth: int) -> _Parts:
         item = _item(reader, depth)
         if item is None:
             break
-        parts += [" ", *item, _repetition(reader)]
+        parts += [" ", *_repeated(item, _repetition(reader))]
     return parts or [' ""']
 
 
@@ -190,6 +190,19 @@ def _item(reader: _Reader, depth: int) -> _Parts | None:
         reader.take("sign", ")")
         return ["(", *inner, ")"]
     return None
+
+
+def _repeated(item: _Parts, repetition: str) -> _Parts:
+    """Repeated characters are one lexeme, which takes the longest match: one of its own for each would lose them to a
+    literal that begins with them."""
+    lexeme = item[0]
+    if repetition in ("", "?") or not isinstance(lexeme, str) or not lexeme.startswith("/"):
+        return [*item, repetition]
+    least = re.match(r"\{0*(\d+)", repetition)
+    if repetition == "+" or (least and int(least[1]) > 0):
+        return [f"{lexeme[:-1]}{repetition}/"]
+    some = "+" if repetition == "*" else re.sub(r"^\{0*", "{1", repetition, count=1)
+    return [f"({lexeme[:-1]}{some}/)?"]  # no lexeme is empty
 
 
 def _repetition(reader: _Reader) -> str:

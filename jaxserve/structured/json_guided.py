@@ -7,7 +7,7 @@ from decimal import Decimal
 from typing import Any
 
 from jaxserve.structured.errors import GrammarError, NoTableError
-from jaxserve.structured.json_keywords import OF_LISTS, OF_ONE, OF_SCHEMAS
+from jaxserve.structured.json_keywords import OF_LISTS, OF_ONE, OF_SCHEMAS, pointed, points_at_schema
 from jaxserve.structured.json_numbers import MAX_FRACTION_DIGITS, closed_bound
 from jaxserve.structured.json_strings import FORMATS
 from jaxserve.structured.regex_parser import Ranges, map_classes
@@ -22,10 +22,29 @@ def as_enforced(schema: Any, close: bool, lenient: bool) -> Any:
     def change(node: dict[str, Any]) -> dict[str, Any]:
         if not lenient:
             _check(node)
-        return _with_formats(_with_closed_bounds(_with_null(node)))
+        return _with_formats(_with_closed_bounds(_with_null(_without_uniqueness(node))))
 
-    schema = _mapped(_without_nul(schema), change)
+    schema = _mapped(_without_nul(_with_definitions(schema)), change)
     return closed(schema) if close else schema
+
+
+def _with_definitions(schema: Any) -> Any:
+    """What is referred to where no keyword holds schemas, as in #/components/schemas, becomes a definition, where it is
+    found by what follows."""
+    names: dict[str, str] = {}  # by reference
+    definitions: dict[str, Any] = {}
+
+    def change(node: dict[str, Any]) -> dict[str, Any]:
+        ref = node.get("$ref")
+        if not isinstance(ref, str) or not ref.startswith("#/") or points_at_schema(ref):
+            return node
+        if ref not in names:
+            names[ref] = f"referred.{len(names)}"
+            definitions[names[ref]] = _mapped(pointed(schema, ref), change)
+        return {**node, "$ref": f"#/$defs/{names[ref]}"}
+
+    changed = _mapped(schema, change)
+    return {**changed, "$defs": {**changed.get("$defs", {}), **definitions}} if definitions else changed
 
 
 def _check(node: dict[str, Any]) -> None:
@@ -42,6 +61,11 @@ def _check(node: dict[str, Any]) -> None:
 
 def _refused(keyword: str, why: str) -> GrammarError:
     return GrammarError(f"JSON Schema: {keyword}: {why}")
+
+
+def _without_uniqueness(node: dict[str, Any]) -> dict[str, Any]:
+    """llguidance refuses the keyword also where it asks for nothing."""
+    return {k: v for k, v in node.items() if k != "uniqueItems"} if node.get("uniqueItems") is False else node
 
 
 def _with_null(node: dict[str, Any]) -> dict[str, Any]:
@@ -126,6 +150,10 @@ def closed(schema: Any) -> Any:
     """`schema` with additionalProperties: false in every object schema that says nothing of it."""
 
     def close(node: dict[str, Any]) -> dict[str, Any]:
+        if len(node.get("allOf", ())) > 1 or ("allOf" in node and "properties" in node):
+            raise _refused(
+                "allOf", "not together with disable_additional_properties: each part would exclude the others"
+            )
         types = node.get("type")
         is_object = "properties" in node or types == "object" or (isinstance(types, list) and "object" in types)
         return {"additionalProperties": False, **node} if is_object else node

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
-from urllib.parse import unquote
 
-from jaxserve.structured.dfa import GrammarError, LimitError, NoTableError
+from jaxserve.structured.errors import GrammarError, LimitError, NoTableError
 from jaxserve.structured.json_disjoint import disjoint, types_of
+from jaxserve.structured.json_keywords import pointed
 from jaxserve.structured.json_numbers import (
     MAX_INTEGER_DIGITS,
     alternatives,
@@ -320,16 +320,7 @@ def resolve(root: Any, ref: Any) -> Any:
     """The schema at a reference inside `root`: "#" or a JSON pointer. Raises Unsupported, GrammarError."""
     if not isinstance(ref, str) or not (ref == "#" or ref.startswith("#/")):
         raise Unsupported("$ref", f"{ref!r} is no JSON pointer inside the schema")
-    node = root
-    for part in ref.split("/")[1:]:
-        key = unquote(part).replace("~1", "/").replace("~0", "~")
-        if isinstance(node, list) and key.isdecimal() and int(key) < len(node):
-            node = node[int(key)]
-        elif isinstance(node, dict) and key in node:
-            node = node[key]
-        else:
-            raise GrammarError(f"JSON Schema: $ref: {ref!r} points nowhere")
-    return node
+    return pointed(root, ref)
 
 
 def _same(one: Any, other: Any) -> bool:

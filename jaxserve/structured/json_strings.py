@@ -9,7 +9,7 @@ from re import _constants as ops  # type: ignore[attr-defined]
 from re import _parser  # type: ignore[attr-defined]
 from typing import Any
 
-from jaxserve.structured.dfa import GrammarError, NoTableError
+from jaxserve.structured.errors import GrammarError, NoTableError
 
 _HEX = "[0-9a-fA-F]"
 _ESCAPED_SURROGATES = rf"\\u[dD][89abAB]{_HEX}{{2}}\\u[dD][c-fC-F]{_HEX}{{2}}"

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from jaxserve.structured.dfa import GrammarError
+from jaxserve.structured.errors import GrammarError
 from jaxserve.structured.gbnf import gbnf_to_lark, is_lark
 from jaxserve.structured.json_guided import as_enforced, escapes
 from jaxserve.structured.json_schema import DEFAULT_WHITESPACE

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 import threading
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from jaxserve.structured.config import MatcherLimits
-from jaxserve.structured.dfa import GrammarError
+from jaxserve.structured.errors import GrammarError
 from jaxserve.structured.json_digits import DigitMasks, JsonPlace
 from jaxserve.structured.table import START, TokenTable
 from jaxserve.structured.table import forced_tokens as forced_by_table
@@ -341,6 +343,7 @@ def _readable(error: str) -> str:
     if lines[0] == "NoExtensionBias":
         return "no token of this vocabulary can follow"
     _, of_schema, why = lines[0].partition("failed to compile JSON schema: ")
-    if of_schema:
-        return f"JSON Schema: {why}"
+    if of_schema:  # then comes our rule around it
+        rest = itertools.takewhile(lambda line: not re.match(r"\s*\d+ \| ", line), lines[1:])
+        return "\n".join([f"JSON Schema: {why}", *rest])
     return "\n".join(line for line in lines if "%llguidance" not in line)

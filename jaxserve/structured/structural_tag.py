@@ -12,7 +12,8 @@ def structural_tag_to_lark(tag: dict[str, Any], json_rule: Callable[[Any], str])
     expression of a schema's values.
 
     Text is free up to the first trigger, however often it is written; then one of the structures that begin with it
-    must come, and text is free again behind its end. Where two triggers fit a structure the longer one counts.
+    must come, and text is free again behind its end. Where two triggers fit a structure the shorter one counts: it is
+    written first.
     """
     text = "TEXT: /(.|\\n)*/"  # a trigger ends it: rules marked lazy stop at their first match
     sections, rules = [], []
@@ -27,7 +28,7 @@ def structural_tag_to_lark(tag: dict[str, Any], json_rule: Callable[[Any], str])
 def _by_trigger(tag: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     groups: dict[str, list[dict[str, Any]]] = {}
     for structure in tag["structures"]:
-        trigger = max((t for t in tag["triggers"] if structure["begin"].startswith(t)), key=len)
+        trigger = min((t for t in tag["triggers"] if structure["begin"].startswith(t)), key=len)
         groups.setdefault(trigger, []).append(structure)
     return groups
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxserve.structured.dfa import ByteDFA, GrammarError, GrammarLimits, LimitError, group_rows
+from jaxserve.structured.dfa import ByteDFA, GrammarLimits, group_rows
+from jaxserve.structured.errors import GrammarError, LimitError
 from jaxserve.structured.vocabulary import Vocabulary, pack_bits
 
 START = 0
@@ -68,14 +69,6 @@ class TokenTable:
     def mask(self, state: int) -> np.ndarray:
         """[W] uint32: the tokens that are legal in `state`."""
         return self.masks[self.mask_of_state[state]]
-
-    def legal_prefix(self, state: int, tokens: Sequence[int]) -> list[int]:
-        """The longest legal beginning of `tokens`."""
-        for i, token in enumerate(tokens):
-            state = self.advance(state, [token])
-            if state == self.dead:
-                return list(tokens[:i])
-        return list(tokens)
 
 
 def forced_tokens(table: TokenTable, state: int, max_k: int) -> list[int]:

@@ -12,7 +12,7 @@ import numpy as np
 from jaxserve.programs import Programs
 from jaxserve.request import Request, RequestStatus
 from jaxserve.structured.device import FREE, ON_HOST, Grammars
-from jaxserve.structured.dfa import GrammarError
+from jaxserve.structured.errors import GrammarError
 from jaxserve.structured.matcher import ALL, Window, fill_windows
 from jaxserve.structured.pool import CHUNK, GrammarPool, PooledTable, uploads
 

@@ -27,17 +27,15 @@ class Vocabulary:
         """Of a transformers fast tokenizer, a `tokenizers.Tokenizer` (byte-level BPE or sentencepiece with byte
         fallback), or of any object with decode(ids) and len(). vocab_size: width of the logits, which may be padded.
 
-        Raises ValueError for a tokenizer of another kind, and when it has tokens past vocab_size.
+        Tokens past vocab_size are left out: no logits are for them. Raises ValueError for a tokenizer of another kind.
         """
         backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
         if hasattr(backend, "get_added_tokens_decoder"):
             spelled, encoder = _of_backend(backend), backend
         else:
             spelled, encoder = _of_decode(tokenizer), None
-        size = max(spelled, default=-1) + 1
-        if vocab_size is not None and size > vocab_size:
-            raise ValueError(f"the tokenizer has ids up to {size - 1}, vocab_size={vocab_size} must be at least {size}")
-        return cls(tuple(spelled.get(i) for i in range(vocab_size or size)), encoder)
+        size = max(spelled, default=-1) + 1 if vocab_size is None else vocab_size
+        return cls(tuple(spelled.get(i) for i in range(size)), encoder)
 
     def __len__(self) -> int:
         return len(self.token_bytes)
@@ -76,7 +74,7 @@ class Vocabulary:
             try:
                 encoded = self.encoder.encode(text.decode("utf-8"), add_special_tokens=False)
                 ids = list(getattr(encoded, "ids", encoded))
-                if self.decode(ids) == text:
+                if max(ids, default=0) < len(self) and self.decode(ids) == text:
                     return ids
             except UnicodeDecodeError:
                 pass

@@ -9,7 +9,8 @@ import pytest
 
 from jaxserve.structured.compiler import GrammarCompiler
 from jaxserve.structured.config import MatcherLimits, StructuredOutputsConfig
-from jaxserve.structured.dfa import GrammarError, GrammarLimits, NoTableError
+from jaxserve.structured.dfa import GrammarLimits
+from jaxserve.structured.errors import GrammarError, NoTableError
 from jaxserve.structured.json_keywords import ENFORCED_NOWHERE
 from jaxserve.structured.matcher import MatcherGrammar
 from jaxserve.structured.params import StructuredOutputsParams as Params

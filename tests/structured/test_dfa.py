@@ -7,7 +7,8 @@ import time
 import numpy as np
 import pytest
 
-from jaxserve.structured.dfa import GrammarError, GrammarLimits, LimitError, NoTableError, compile_regex
+from jaxserve.structured.dfa import GrammarLimits, compile_regex
+from jaxserve.structured.errors import GrammarError, LimitError, NoTableError
 from jaxserve.structured.regex_syntax import check_regex
 
 ATOMS = [

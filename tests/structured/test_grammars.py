@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve.structured import gbnf
-from jaxserve.structured.dfa import GrammarError
+from jaxserve.structured.errors import GrammarError
 from jaxserve.structured.gbnf import gbnf_to_lark, is_lark
 from jaxserve.structured.lark import to_lark
 from jaxserve.structured.matcher import MatcherGrammar
@@ -17,10 +17,11 @@ from tests.structured.conftest import EOS
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "sampling_cases.json").read_text(encoding="utf-8"))
 STOPS = frozenset({EOS})
 TAG = {
-    "triggers": ["<fun=", "<fun=x", "[t"],
+    "triggers": ["<fun=", "<fun=x", "[t"],  # the second can never come: the first one comes before it
     "structures": [
         {"begin": "<fun=a>", "schema": {"type": "integer"}, "end": "</fun>"},
         {"begin": "<fun=b>", "schema": {"type": "object", "properties": {"k": {"type": "null"}}}, "end": "</fun>"},
+        {"begin": "<fun=x>", "schema": {"type": "null"}, "end": "</fun>"},
         {"begin": "[t", "schema": {"type": "boolean"}, "end": ""},
     ],
 }
@@ -45,6 +46,9 @@ def accepts(tokens, text: str, **kinds) -> bool:
         ('root ::= (\n "x\\"y"\n | "\\u65e5" [\\x41-\\x43]+ )\n\n', ['x"y', "日ABC"], ["日", "日D", 'x"']),
         ("# comment\nroot ::= a-b | c\n  | d\na-b ::= \"1\"\nc ::= \"2\"\nd ::= \"3\"", ["1", "2", "3"], ["", "4"]),
         ("root ::= [-+*/] [a\\-z] [0-9-]", ["-a-", "+-1"], ["ab1", "-b1"]),
+        ('root ::= e\ne ::= "not" " " e | [a-z]+ | "(" e ")"', ["no", "not", "nothing", "not (not no)"], ["", "a1"]),
+        ('root ::= e\ne ::= "x" [0-9]* e | "y" [a-c]{0,3} | "z" [ab]{2} | "w" [ab]{2,}',
+         ["x1xy", "yabc", "zab", "waba"], ["yabca", "za", "zaba", "wa", "x1"]),
     ],
 )  # fmt: skip
 def test_gbnf(grammar, whole, not_whole, small_tokens):
@@ -94,6 +98,7 @@ def test_errors_of_gbnf_name_the_place(grammar, why):
         ('<fun=b>{"k":null}</fun>', True),
         ("<fun=c>", False), ("<fun=a>x", False), ("<fun=a>1", False), ("[tmaybe", False),
         ("<fun=a>1</fun><fun=z", False),
+        ("<fun=x>null</fun>", True), ("<fun=x>1</fun>", False),
         ('<fun=b>{"k":1}</fun>', False), ("<fun=a>1</fun>[tfalse</fun>", True),
     ],
 )  # fmt: skip

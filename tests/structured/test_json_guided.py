@@ -10,7 +10,8 @@ import jsonschema
 import numpy as np
 import pytest
 
-from jaxserve.structured.dfa import GrammarError, GrammarLimits, NoTableError, compile_regex
+from jaxserve.structured.dfa import GrammarLimits, compile_regex
+from jaxserve.structured.errors import GrammarError, NoTableError
 from jaxserve.structured.json_guided import closed
 from jaxserve.structured.json_schema import schema_to_regex
 from jaxserve.structured.lark import to_lark
@@ -254,6 +255,65 @@ def test_what_llguidance_drops_is_refused_by_name(small_tokens: LLTokens, schema
         guided_matcher(small_tokens, json=schema)
     with pytest.raises(NoTableError):
         schema_to_regex(schema)
+
+
+PLACES = {"components": "#/components/schemas/A", "$defs": "#/$defs/group/A", "x": "#/x/0/~1a%20b"}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        ({"type": "string", "pattern": '^[^"]$'}, '"b"', '"\\""'),
+        ({"type": "number", "minimum": 0.5, "exclusiveMaximum": 1}, "0.75", "0.99999999999999999999999"),
+        ({"type": "string", "nullable": True}, "null", "1"),
+        ({"type": "object", "properties": {"a": {"type": "null"}}}, '{"a":null}', '{"b":null}'),
+        ({"type": "string", "format": "date"}, '"2024-02-29"', '"2023-02-29"'),
+        ({"anyOf": [{"type": "null"}, {"type": "array", "items": {"$ref": "REF"}}]}, "[[null]]", "[0]"),
+    ],
+)
+def test_what_is_referred_to_is_held_wherever_it_stands(
+    small_tokens: LLTokens, place: str, schema: Any, right: str, wrong: str
+) -> None:
+    """As in OpenAPI, whose schemas are under no keyword of JSON Schema."""
+    ref = PLACES[place]
+    schema = json.loads(json.dumps(schema).replace("REF", ref))
+    places = {
+        "components": {"components": {"schemas": {"A": schema}}},
+        "$defs": {"$defs": {"group": {"A": schema}}},
+        "x": {"x": [{"/a b": schema}]},
+    }
+    whole = {"$ref": ref, **places[place]}
+    matcher = guided_matcher(small_tokens, json=whole, disable_additional_properties=True)
+    assert accepts(matcher, right)
+    assert not accepts(guided_matcher(small_tokens, json=whole, disable_additional_properties=True), wrong)
+
+
+def test_a_definition_that_drops_too_much_is_refused_wherever_it_stands(small_tokens: LLTokens) -> None:
+    schema = {"$ref": "#/components/A", "components": {"A": {"type": "object", "minProperties": 3}}}
+    with pytest.raises(GrammarError, match="minProperties"):
+        guided_matcher(small_tokens, json=schema)
+
+
+def test_closed_parts_would_exclude_each_other(small_tokens: LLTokens) -> None:
+    one, other = ({"type": "object", "properties": {name: {}}} for name in "ab")
+    assert accepts(guided_matcher(small_tokens, json={"allOf": [one]}, disable_additional_properties=True), '{"a":1}')
+    for schema in ({"allOf": [one, other]}, other | {"allOf": [one]}):
+        with pytest.raises(GrammarError, match=r"allOf.*disable_additional_properties"):
+            guided_matcher(small_tokens, json=schema, disable_additional_properties=True)
+
+
+def test_a_keyword_that_asks_for_nothing(small_tokens: LLTokens) -> None:
+    array = {"type": "array", "uniqueItems": False}
+    matcher = guided_matcher(small_tokens, json={"type": "object", "properties": {"a": array}})
+    assert accepts(matcher, '{"a":[1,1]}')
+
+
+def test_why_a_pattern_is_refused(small_tokens: LLTokens) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=a)b"}}}
+    with pytest.raises(GrammarError, match="look-around") as caught:
+        guided_matcher(small_tokens, json=schema)
+    assert "llguidance" not in str(caught.value)
 
 
 @pytest.mark.parametrize("type_", ["string", ["string", "integer"], ["string", "null"]])

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from jaxserve.structured.config import MatcherLimits
-from jaxserve.structured.dfa import GrammarError, GrammarLimits
+from jaxserve.structured.dfa import GrammarLimits
+from jaxserve.structured.errors import GrammarError
 from jaxserve.structured.lark import to_lark
 from jaxserve.structured.matcher import LLTokens, MatcherGrammar, TableMatcher, Window, fill_windows
 from jaxserve.structured.params import StructuredOutputsParams

@@ -12,7 +12,8 @@ import pytest
 
 from jaxserve.structured.constraint import Constraint
 from jaxserve.structured.device import GrammarRow, Grammars, allowed_words, legal_prefix, states_of_window
-from jaxserve.structured.dfa import GrammarError, GrammarLimits
+from jaxserve.structured.dfa import GrammarLimits
+from jaxserve.structured.errors import GrammarError
 from jaxserve.structured.lark import to_lark
 from jaxserve.structured.matcher import LLTokens, MatcherGrammar, fill_windows
 from jaxserve.structured.params import StructuredOutputsParams

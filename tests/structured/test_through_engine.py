@@ -19,7 +19,7 @@ import models
 from jaxserve import EngineCore, RequestOutput, SamplingParams
 from jaxserve.speculative.draft_model import DraftModelProposer
 from jaxserve.structured.compiler import GrammarCompiler
-from jaxserve.structured.dfa import GrammarError
+from jaxserve.structured.errors import GrammarError
 from jaxserve.structured.matcher import Matcher, new_matcher
 from jaxserve.structured.params import StructuredOutputsParams
 from tests.jaxserve import spelled

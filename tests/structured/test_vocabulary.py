@@ -74,9 +74,16 @@ def test_special_tokens_and_padding_spell_nothing() -> None:
     assert vocabulary.lengths.sum() == len(vocabulary.flat)
 
 
-def test_tokens_past_the_logits_are_refused() -> None:
-    with pytest.raises(ValueError, match="vocab_size=200 must be at least 261"):
-        Vocabulary.from_tokenizer(byte_level(), 200)
+def test_tokens_past_the_logits_are_left_out() -> None:
+    """A padding token that was added to a tokenizer, for one: no text is written with it."""
+    tokenizer = byte_level()
+    everything, some = (Vocabulary.from_tokenizer(tokenizer, size) for size in (None, 258))
+    assert some.token_bytes == everything.token_bytes[:258]
+    last = everything.token_bytes[260]
+    assert last
+    for text in (b"abc", b"a" + last):
+        assert max(some.tokenize(text)) < 258
+        assert some.decode(some.tokenize(text)) == text
 
 
 def test_tokenizers_of_another_kind_are_refused() -> None:
