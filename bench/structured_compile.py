@@ -21,7 +21,7 @@ from typing import Any
 
 from jaxserve import StructuredOutputsParams
 from jaxserve.structured.config import StructuredOutputsConfig
-from jaxserve.structured.dfa import GrammarError
+from jaxserve.structured.errors import GrammarError
 from jaxserve.structured.lark import to_lark
 from jaxserve.structured.matcher import LLTokens, MatcherGrammar
 from jaxserve.structured.table import TokenTable

@@ -13,6 +13,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
 from jaxserve.admission import Prompt
@@ -273,9 +274,9 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt in any of its forms becomes a list of one."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    if not isinstance(prompts, Sequence):
+    if not isinstance(prompts, Sequence | np.ndarray):
         raise ValueError(f"prompts must be a prompt or a list of prompts; got {type(prompts).__name__}")
-    if prompts and all(isinstance(token, Integral) for token in prompts):
+    if len(prompts) and all(isinstance(token, Integral) for token in prompts):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
 

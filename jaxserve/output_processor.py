@@ -36,6 +36,7 @@ class _Parent:
     sequences: dict[int, _Sequence] = field(default_factory=dict)  # by index; all n once all are added
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    sent_prompt_logprobs: bool = False  # under DELTA they are sent once
     num_finished: int = 0
 
     @property
@@ -286,6 +287,10 @@ def _take_output(parent: _Parent) -> RequestOutput:
         sequences = [s for s in sequences if s.changed]
     for sequence in sequences:
         sequence.changed = False
+    prompt_logprobs = parent.prompt_logprobs
+    if _kind(parent) is RequestOutputKind.DELTA:
+        prompt_logprobs = None if parent.sent_prompt_logprobs else prompt_logprobs
+        parent.sent_prompt_logprobs = parent.prompt_logprobs is not None
     return RequestOutput(
         request_id=parent.request_id,
         prompt=parent.prompt,
@@ -293,7 +298,7 @@ def _take_output(parent: _Parent) -> RequestOutput:
         outputs=[_completion(s) for s in sequences],
         finished=parent.finished,
         num_cached_tokens=parent.num_cached_tokens,
-        prompt_logprobs=parent.prompt_logprobs,
+        prompt_logprobs=prompt_logprobs,
         metrics=parent.metrics,
     )
 

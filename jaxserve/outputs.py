@@ -73,7 +73,6 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     error: str | None = None
 
-    @property
     def finished(self) -> bool:
         return self.finish_reason is not None
 

@@ -69,9 +69,9 @@ class SamplingParams:
     logit_bias: token id -> number in [-100, 100] added to its logit.
     allowed_token_ids: nothing else is generated.
     bad_words: texts that are not generated: the last token of one is masked after the ones before it.
-    thinking_token_budget: most tokens inside a thinking section; then its end marker is forced. Needs the engine's
-        reasoning_config.
-    seed: 64-bit; the same seed and logits give the same tokens, whatever else is in the batch.
+    thinking_token_budget: most tokens inside a thinking section; then its end marker is forced. -1 is None. Needs the
+        engine's reasoning_config.
+    seed: 64-bit; -1 is None; the same seed and logits give the same tokens, whatever else is in the batch.
     min_tokens: nothing that would end the output before it has this many tokens: no stop id, no stop string.
     max_tokens: most tokens to generate; None is up to the model's maximum length.
     stop: strings that end the output (a single str is accepted); not part of it unless include_stop_str_in_output.
@@ -141,10 +141,11 @@ class SamplingParams:
                 raise _error("allowed_token_ids", [], "None or a list of at least one token id")
         self._set("bad_words", _strings("bad_words", self.bad_words))
         if self.thinking_token_budget is not None:
-            budget = _integer("thinking_token_budget", self.thinking_token_budget, 0, _INT32_MAX)
-            self._set("thinking_token_budget", budget)
+            budget = _integer("thinking_token_budget", self.thinking_token_budget, -1, _INT32_MAX)
+            self._set("thinking_token_budget", None if budget == -1 else budget)
         if self.seed is not None:
             self._set("seed", _integer("seed", self.seed, *_INT64))
+            self._set("seed", None if self.seed == -1 else self.seed)
         if self.max_tokens is not None:
             self._set("max_tokens", _integer("max_tokens", self.max_tokens, 1, None))
         self._set("min_tokens", _integer("min_tokens", self.min_tokens, 0, _INT32_MAX))

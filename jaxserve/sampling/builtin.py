@@ -64,6 +64,8 @@ class BadWords(LogitsProcessor):
         if params.bad_words and self.config.tokenizer is None:
             raise ValueError(f"bad_words={params.bad_words!r} needs a tokenizer, and this engine has none")
         words = self.token_ids(params)
+        if [] in words:
+            raise ValueError(f"bad_words={params.bad_words!r} holds a word that is no token; each must be at least one")
         if len(words) > MAX_BAD_WORDS:
             raise ValueError(f"bad_words has {len(words)} token sequences; it must have at most {MAX_BAD_WORDS}")
         for ids in words:
@@ -73,15 +75,16 @@ class BadWords(LogitsProcessor):
                 )
 
     def token_ids(self, params: SamplingParams) -> list[list[int]]:
-        """Token sequences of the words: as they start a text and, where that is another first token, after a space."""
+        """Token sequences of the words: as they start a text and, where that is another first token, after a space.
+        Words of spaces and line ends are taken as they are."""
         words = []
         for word in params.bad_words:
-            plain = self._encode(word.lstrip())
+            plain = self._encode(word.lstrip() or word)
             spaced = self._encode(" " + word.lstrip())
             words.append(plain)
-            if spaced and plain and spaced[0] != plain[0] and len(spaced) == len(plain):
+            if spaced and plain and word.lstrip() and spaced[0] != plain[0] and len(spaced) == len(plain):
                 words.append(spaced)
-        return [ids for ids in words if ids]
+        return words
 
     def _encode(self, text: str) -> list[int]:
         assert self.config.tokenizer is not None

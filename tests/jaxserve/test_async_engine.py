@@ -158,6 +158,7 @@ def test_arguments_reach_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
         ("ab", ["ab"]),
         (["ab", "c"], ["ab", "c"]),
         ([97, 98], [None]),
+        (np.array([97, 98]), [None]),
         ([[97, 98], [99]], [None, None]),
         ({"prompt": "ab"}, ["ab"]),
         ([{"prompt": "ab"}, {"prompt_token_ids": [99], "cache_salt": "s"}, "d", [101]], ["ab", None, "d", None]),

@@ -111,6 +111,18 @@ def test_unusual_but_right_values(name: str, value: Any) -> None:
     SamplingParams(**{name: value})
 
 
+def test_minus_one_is_none_where_vllm_has_it_so() -> None:
+    params = SamplingParams(seed=-1, thinking_token_budget=-1)
+    assert (params.seed, params.thinking_token_budget) == (None, None)
+
+
+def test_a_bad_word_that_is_no_token(make_engine: Any, alphabet: Any, letters: Any) -> None:
+    """Nothing could be masked for it."""
+    engine = make_engine(alphabet, letters)
+    with pytest.raises(ValueError, match=r"bad_words=.*no token"):
+        engine.add_request("x", [1], SamplingParams(bad_words=["a", " "]))
+
+
 def test_top_p_of_zero_is_accepted_where_it_means_nothing() -> None:
     SamplingParams(temperature=0, top_p=0)
 

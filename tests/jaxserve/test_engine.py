@@ -250,7 +250,7 @@ def test_a_seed_is_a_seed_in_any_company(pairs: Any, generate: Generate) -> None
 
 def test_other_seeds_give_other_tokens(pairs: Any, generate: Generate) -> None:
     _, alone = pairs("markov")
-    seeds = [0, 1, 2**32, 2**32 + 1, 2**63 - 1, -1, -(2**63)]
+    seeds = [0, 1, 2**32, 2**32 + 1, 2**63 - 1, -2, -(2**63)]
     outputs = {tuple(generate(alone, [3], seed=s, max_tokens=20, ignore_eos=True).outputs[0].token_ids) for s in seeds}
     assert len(outputs) == len(seeds)
 
@@ -286,6 +286,7 @@ def test_one_of_n_sequences_is_aborted_with_all(pairs: Any, drive: Drive) -> Non
     for _ in range(5):
         crowded.step()
     crowded.abort(["x", "x", "unknown"])
+    crowded.abort("r1")  # one id, not the letters of several
     output = drive(crowded)["x"]
     assert output.finished
     assert [c.finish_reason for c in output.outputs] == ["abort"] * 3

@@ -36,7 +36,7 @@ def test_defaults() -> None:
         ("min_p", 0),
         ("min_p", 1.0),
         ("seed", 0),
-        ("seed", -1),
+        ("seed", -2),
         ("seed", 2**63 - 1),
         ("max_tokens", 1),
         ("max_tokens", None),
