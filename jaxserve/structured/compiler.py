@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -87,12 +88,12 @@ class GrammarCompiler:
         elif job.backend == "table":
             _settle(result, self._tables, lambda: self._table(job, deadline))
         else:
-            _settle(result, self._tables, lambda: self._table(job, deadline), self._instead(job, deadline, result))
+            _settle(result, self._tables, lambda: self._table(job, deadline), self._instead(job, result))
         return result
 
-    def _instead(self, job: _Job, deadline: float, result: Future[Grammar]) -> Callable[[NoTableError], None]:
-        """Where there is no table: a matcher."""
-        return lambda why: _settle(result, self._matchers, lambda: self._matcher(job, deadline, why))
+    def _instead(self, job: _Job, result: Future[Grammar]) -> Callable[[NoTableError], None]:
+        """Where there is no table: a matcher, however long that took to be known."""
+        return lambda why: _settle(result, self._matchers, lambda: self._matcher(job, math.inf, why))
 
     def _table(self, job: _Job, deadline: float) -> TokenTable:
         _check_time(deadline)

@@ -214,7 +214,7 @@ class Simulation:
         self.requests: list[TracedRequest] = []
 
     def count_drafts(self, num_running: int) -> int:
-        assert num_running <= self.config.max_num_seqs
+        assert 1 <= num_running <= self.config.max_num_seqs
         self.num_drafts = next(self.draft_counts)
         return self.num_drafts
 

@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import threading
+import time
 
 import pytest
 
@@ -83,6 +84,20 @@ def test_what_is_refused_at_once_is_enforced_nowhere(compiler, keyword):
     with pytest.raises(GrammarError, match=re.escape(f'Unimplemented keys: ["{keyword}"]')):
         compiled(compiler, json=used)
     assert compiled(compiler, json=array, lenient=True)
+
+
+def test_a_table_that_took_all_the_time_leaves_some_for_a_matcher(monkeypatch):
+    made = GrammarCompiler(small_vocabulary(), 320, StructuredOutputsConfig(compile_timeout=0.05))
+
+    def no_table(job, deadline):
+        time.sleep(0.1)
+        raise NoTableError("it took too long")
+
+    monkeypatch.setattr(made, "_table", no_table)
+    assert isinstance(compiled(made, regex="a+"), MatcherGrammar)
+    with pytest.raises(GrammarError, match=r"uniqueItems.*\s.*no table: it took too long"):
+        compiled(made, json={"type": "array", "uniqueItems": True})
+    made.shutdown()
 
 
 def test_lenient_says_what_it_ignores(compiler, caplog):
