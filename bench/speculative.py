@@ -40,7 +40,7 @@ from jaxserve.speculative import Proposal, SpecDecodingStats, Stateless, cut
 from jaxserve.speculative.auto import AutoK, StepTime, expected_tokens, fit_step_time
 from models.gguf import demo_model_path
 
-MAX_MODEL_LEN = 256  # one page of this size a request: few programs to compile
+PROMPT_LEN = 96  # the prompts have at most 87 tokens
 STORIES = (
     "The harbour bridge was closed on Monday after an inspection found cracks in two of its eleven steel beams. "
     "Engineers said that the cracks were caused by salt water. The repair will take nine weeks and cost four million.",
@@ -66,9 +66,11 @@ METHODS: dict[str, dict[str, Any] | None] = {  # one K: engines share compiled p
 }
 
 
-def make_llm(speculation: dict[str, Any] | None, dtype: str, max_num_seqs: int, **config: Any) -> LLM:
+def make_llm(speculation: dict[str, Any] | None, dtype: str, max_num_seqs: int, tokens: int, **config: Any) -> LLM:
+    """One page a request, just long enough for answers of so many tokens: few programs to compile."""
+    length = PROMPT_LEN + tokens
     return LLM(
-        demo_model_path(), dtype=dtype, max_model_len=MAX_MODEL_LEN, block_size=MAX_MODEL_LEN,
+        demo_model_path(), dtype=dtype, max_model_len=length, block_size=length,
         max_num_seqs=max_num_seqs, enable_prefix_caching=False, structured_outputs_config=None,
         speculative_config=speculation, **config,
     )  # fmt: skip
@@ -96,9 +98,9 @@ def run_texts(args: argparse.Namespace) -> list[dict[str, Any]]:
     methods = dict(METHODS)
     if args.eagle:
         methods["eagle"] = {"method": "eagle", "model": args.eagle, "num_speculative_tokens": 3}
-    engines = {name: make_llm(asked, args.dtype, max(args.batch)) for name, asked in methods.items()}
+    engines = {name: make_llm(asked, args.dtype, max(args.batch), args.tokens) for name, asked in methods.items()}
     tokenizer = engines["K=0"].get_tokenizer()
-    prompts = {kind: encoded(tokenizer, texts) for kind, texts in PROMPTS.items()}
+    prompts = {kind: encoded(tokenizer, PROMPTS[kind]) for kind in args.prompts}
     with tempfile.TemporaryDirectory() as folder:
         peers = start_peers(args, prompts, Path(folder)) if args.peers else {}
         results = []
@@ -170,27 +172,28 @@ def print_texts(results: list[dict[str, Any]]) -> None:
 
 @dataclass(frozen=True)
 class Oracle(Stateless):
-    """Drafts that are right with a given probability. params: answer [L] int32 and rate (), see `with_answer`.
+    """Drafts that are right with a given probability. params: answer [length] int32 and rate (), see `set_drafts`.
 
     Every request has the same prompt and answer; which drafts are spoilt depends on its seed and place.
     """
 
     num_speculative_tokens: int
+    length: int
 
     @classmethod
     def make(cls, config: Any, target: Any) -> Oracle:
-        return cls(config.max_drafts)
+        return cls(config.max_drafts, target.max_model_len)
 
     def with_num_speculative_tokens(self, count: int) -> Oracle:
-        return Oracle(count)
+        return replace(self, num_speculative_tokens=count)
 
     def load_params(self, target_params: Any, mesh: Any) -> Any:
-        return {"answer": jnp.zeros(MAX_MODEL_LEN, jnp.int32), "rate": jnp.float32(0)}
+        return {"answer": jnp.zeros(self.length, jnp.int32), "rate": jnp.float32(0)}
 
     def propose(self, params: Any, kv: None, context: Any, mesh: Any) -> Proposal:
         k = self.num_speculative_tokens
         place = context.num_tokens[:, None] - context.prompt_len[:, None] + jnp.arange(k)
-        right = params["answer"][jnp.clip(place, 0, MAX_MODEL_LEN - 1)]
+        right = params["answer"][jnp.clip(place, 0, self.length - 1)]
 
         def uniform(seed: jax.Array, place: jax.Array) -> jax.Array:
             return jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(seed), place), (k,))
@@ -200,9 +203,8 @@ class Oracle(Stateless):
 
 
 def run_surface(args: argparse.Namespace) -> dict[str, Any]:
-    llm = make_llm(
-        {"method": "custom", "proposer": Oracle.make, "num_speculative_tokens": "auto"}, args.dtype, max(args.batch)
-    )
+    speculation = {"method": "custom", "proposer": Oracle.make, "num_speculative_tokens": "auto"}
+    llm = make_llm(speculation, args.dtype, max(args.batch), args.surface_tokens)
     counts = llm.engine._speculation.draft_counts
     prompt = encoded(llm.get_tokenizer(), OPEN[:1])[0]
     use(llm, 0)
@@ -230,7 +232,7 @@ def use(llm: LLM, choice: int | AutoK) -> None:
 
 def set_drafts(llm: LLM, answer: list[int], rate: float) -> None:
     runner = llm.engine.runner
-    padded = np.zeros(MAX_MODEL_LEN, np.int32)
+    padded = np.zeros(llm.engine.max_model_len, np.int32)
     padded[: len(answer)] = answer
     runner.weights = replace(runner.weights, proposer={"answer": jnp.asarray(padded), "rate": jnp.float32(rate)})
 
@@ -320,6 +322,7 @@ def plot(result: dict[str, Any], file: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=("texts", "surface"), default=["texts", "surface"])
+    parser.add_argument("--prompts", nargs="+", choices=tuple(PROMPTS), default=list(PROMPTS), help="of the texts")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
     parser.add_argument("--rounds", type=int, default=3)
