@@ -196,7 +196,8 @@ def _repeated(item: _Parts, repetition: str) -> _Parts:
     """Repeated characters are one lexeme, which takes the longest match: one of its own for each would lose them to a
     literal that begins with them."""
     lexeme = item[0]
-    if repetition in ("", "?") or not isinstance(lexeme, str) or not lexeme.startswith("/"):
+    is_lexeme = isinstance(lexeme, str) and lexeme.startswith("/")
+    if not is_lexeme or repetition in ("", "?") or re.fullmatch(r"\{0+(,0+)?\}", repetition):
         return [*item, repetition]
     least = re.match(r"\{0*(\d+)", repetition)
     if repetition == "+" or (least and int(least[1]) > 0):

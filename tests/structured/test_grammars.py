@@ -49,11 +49,18 @@ def accepts(tokens, text: str, **kinds) -> bool:
         ('root ::= e\ne ::= "not" " " e | [a-z]+ | "(" e ")"', ["no", "not", "nothing", "not (not no)"], ["", "a1"]),
         ('root ::= e\ne ::= "x" [0-9]* e | "y" [a-c]{0,3} | "z" [ab]{2} | "w" [ab]{2,}',
          ["x1xy", "yabc", "zab", "waba"], ["yabca", "za", "zaba", "wa", "x1"]),
+        ('root ::= e\ne ::= "x" e | "w" [a-c]{0,} | "v" [a-c]{00,2}', ["w", "xwabc", "v", "vab"], ["wabcx", "vabc"]),
     ],
 )  # fmt: skip
 def test_gbnf(grammar, whole, not_whole, small_tokens):
     assert [text for text in whole if not accepts(small_tokens, text, grammar=grammar)] == []
     assert [text for text in not_whole if accepts(small_tokens, text, grammar=grammar)] == []
+
+
+@pytest.mark.parametrize("none", ["{0}", "{0,0}"])
+def test_a_repetition_of_nothing_is_refused(none, small_tokens):
+    with pytest.raises(GrammarError, match="cannot be 0"):
+        accepts(small_tokens, "y", grammar=f'root ::= e\ne ::= "x" e | "y" [a-c]{none}')
 
 
 @pytest.mark.parametrize("row", GOLDEN["choice"], ids=range(len(GOLDEN["choice"])))
