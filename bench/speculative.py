@@ -99,8 +99,6 @@ def run_texts(args: argparse.Namespace) -> list[dict[str, Any]]:
     if args.eagle:
         methods["eagle"] = {"method": "eagle", "model": args.eagle, "num_speculative_tokens": 3}
     engines = {name: make_llm(asked, args.dtype, max(args.batch), args.tokens) for name, asked in methods.items()}
-    for llm in engines.values():
-        llm.warmup()  # else auto would compile what it tries, and be slow for that
     tokenizer = engines["K=0"].get_tokenizer()
     prompts = {kind: encoded(tokenizer, PROMPTS[kind]) for kind in args.prompts}
     with tempfile.TemporaryDirectory() as folder:
@@ -123,7 +121,7 @@ def one_text_case(
     some = [prompts[i % len(prompts)] for i in range(batch)]
     rates: dict[str, list[float]] = {}
     found: dict[str, SpecDecodingStats] = {}
-    outputs = {name: timed(llm, some, args.tokens)[2] for name, llm in engines.items()}
+    outputs = {name: timed(llm, some, args.tokens)[2] for name, llm in engines.items()}  # compiles
     for _ in range(args.rounds):
         for name, llm in engines.items():
             rate, found[name], _ = timed(llm, some, args.tokens)
