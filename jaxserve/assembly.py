@@ -67,7 +67,7 @@ def assemble(model: Model, tokenizer: Any | None, config: EngineConfig) -> Assem
         target = Target(model, config.block_size, max_model_len, config.tensor_parallel_size, tokenizer)
         suffix = make_suffix_proposer(speculation) if speculation.method == "suffix" else None
         proposer = make_proposer(speculation, target) if suffix is None else None
-    vocab_size = min(model.vocab_size, _num_ids(tokenizer, model.vocab_size))
+    vocab_size = model.vocab_size if tokenizer is None else min(model.vocab_size, _num_ids(tokenizer))
     eos_token_ids = _eos_token_ids(model, tokenizer)
     parts = Parts(
         model=model,
@@ -109,10 +109,8 @@ def assemble(model: Model, tokenizer: Any | None, config: EngineConfig) -> Assem
     )
 
 
-def _num_ids(tokenizer: Any | None, default: int) -> int:
+def _num_ids(tokenizer: Any) -> int:
     """1 + the largest id that a tokenizer knows; it may have fewer tokens than that."""
-    if tokenizer is None:
-        return default
     known = getattr(tokenizer, "get_vocab", None)
     return len(tokenizer) if known is None else max(known().values(), default=-1) + 1
 

@@ -60,11 +60,8 @@ class KVCacheManager:
 
     def get_computed_blocks(self, request: Request) -> tuple[list[int], int]:
         """The longest cached prefix as (blocks, number of tokens): whole blocks, and never the last token."""
-        if not self.pool.enable_caching:
-            return [], 0
         blocks: list[int] = []
-        limit = (request.num_tokens - 1) // self.block_size
-        for content in self._hashes(request, limit)[:limit]:
+        for content in self.shareable_hashes(request, 0):
             block = self.pool.lookup(content)
             if block is None:
                 break

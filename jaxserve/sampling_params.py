@@ -144,8 +144,8 @@ class SamplingParams:
             budget = _integer("thinking_token_budget", self.thinking_token_budget, -1, _INT32_MAX)
             self._set("thinking_token_budget", None if budget == -1 else budget)
         if self.seed is not None:
-            self._set("seed", _integer("seed", self.seed, *_INT64))
-            self._set("seed", None if self.seed == -1 else self.seed)
+            seed = _integer("seed", self.seed, *_INT64)
+            self._set("seed", None if seed == -1 else seed)
         if self.max_tokens is not None:
             self._set("max_tokens", _integer("max_tokens", self.max_tokens, 1, None))
         self._set("min_tokens", _integer("min_tokens", self.min_tokens, 0, _INT32_MAX))

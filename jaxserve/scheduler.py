@@ -81,8 +81,7 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._num_added = 0
         self._waits_for_blocks = False  # whether the last step left somebody waiting for them
-        self._being_written: set[bytes] = set()  # contents of blocks, by the prefills of the step being scheduled and
-        # of those that follow it
+        self._being_written: set[bytes] = set()  # blocks, by content, that prefills of this step will come to fill
         self._num_preemptions = 0
         self._prefix_queried_tokens = 0
         self._prefix_hit_tokens = 0

@@ -130,21 +130,21 @@ def forward(
 ) -> tuple[Cache, jax.Array, Hidden | None]:
     """Logits [B*(1+K), V] of the newest token and the first `drafts` drafts of every slot that runs (run [B] bool)."""
 
-    def of_rows(count: int, cache: Cache) -> tuple[Cache, jax.Array, Hidden | None]:
-        """Of the first `count` rows of every slot; zeros for the others."""
-        cache, logits, hidden = _forward_rows(parts, count - 1, pages, weights, cache, view, run)
-        more = ((0, 0), (0, 1 + drafts - count), (0, 0))
+    def with_drafts(count: int, cache: Cache) -> tuple[Cache, jax.Array, Hidden | None]:
+        """Of the first `count` drafts only; zeros for the others."""
+        cache, logits, hidden = _forward_rows(parts, count, pages, weights, cache, view, run)
+        more = ((0, 0), (0, drafts - count), (0, 0))
         logits = jnp.pad(logits, more).reshape(len(run) * (1 + drafts), -1)
         return cache, logits, None if hidden is None else replace(hidden, rows=jnp.pad(hidden.rows, more))
 
     if not drafts or not parts.skips_empty_drafts:
-        return of_rows(1 + drafts, cache)
+        return with_drafts(drafts, cache)
     drafted = jnp.any(run & (view.drafts[: len(run), 0] >= 0)).astype(jnp.int32)
-    shapes = jax.eval_shape(partial(of_rows, 1), cache)[1:]
+    shapes = jax.eval_shape(partial(with_drafts, 0), cache)[1:]
     made = (cache, *jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
     # Loops of one turn or none, which change the pages in place: `cond` copies what it is given.
-    made = jax.lax.fori_loop(0, drafted, lambda _, made: of_rows(1 + drafts, made[0]), made)
-    return jax.lax.fori_loop(0, 1 - drafted, lambda _, made: of_rows(1, made[0]), made)
+    made = jax.lax.fori_loop(0, drafted, lambda _, made: with_drafts(drafts, made[0]), made)
+    return jax.lax.fori_loop(0, 1 - drafted, lambda _, made: with_drafts(0, made[0]), made)
 
 
 def _forward_rows(

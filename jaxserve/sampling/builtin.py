@@ -79,10 +79,11 @@ class BadWords(LogitsProcessor):
         Words of spaces and line ends are taken as they are."""
         words = []
         for word in params.bad_words:
-            plain = self._encode(word.lstrip() or word)
-            spaced = self._encode(" " + word.lstrip())
+            text = word.lstrip()
+            plain = self._encode(text or word)
             words.append(plain)
-            if spaced and plain and word.lstrip() and spaced[0] != plain[0] and len(spaced) == len(plain):
+            spaced = self._encode(" " + text) if text else []
+            if len(spaced) == len(plain) > 0 and spaced[0] != plain[0]:
                 words.append(spaced)
         return words
 

@@ -22,11 +22,7 @@ ENFORCED_NOWHERE = {
 def refused_keyword(schema: Any) -> str | None:
     """A keyword in `schema` that neither tables nor llguidance enforce, wherever it stands but in definitions, which
     may not be used."""
-    for node in _schemas(schema):
-        for name in node:
-            if name in ENFORCED_NOWHERE:
-                return name
-    return None
+    return next((name for node in _schemas(schema) for name in node if name in ENFORCED_NOWHERE), None)
 
 
 def pointed(root: Any, ref: str) -> Any:
@@ -70,7 +66,9 @@ def _schemas(schema: Any) -> Iterator[dict[str, Any]]:
             continue
         yield node
         for name, value in node.items():
-            if name in OF_SCHEMAS - DEFINITIONS and isinstance(value, dict):
+            if name in DEFINITIONS:
+                continue
+            if name in OF_SCHEMAS and isinstance(value, dict):
                 stack += value.values()
             elif name in OF_LISTS and isinstance(value, list):
                 stack += value

@@ -465,7 +465,6 @@ def test_a_prompt_is_computed_once_for_all_who_come_with_it() -> None:
 def test_who_shares_little_of_a_prompt_does_not_wait(shared: int, at_once: bool) -> None:
     sim = Simulation(make_config(), 40)
     first, second = ((5,) * shared + (token,) * (20 - shared) for token in (1, 2))
-    sim.run([])
     a, b = sim.add(Arrival(first)), sim.add(Arrival(second))
     assert sim.step().admitted == ([a, b] if at_once else [a])
     sim.run([])
