@@ -142,9 +142,9 @@ def attention(
         return paged_attention(*args, implementation="mosaic", interpret=False)
 
     pages = -(-keys // page)
-    pool = Shape((1, 1 + n * pages, page, heads, width), dtype)
+    pool = Shape((1 + n * pages, page, heads, width), dtype)
     q, positions = Shape((n, length, heads, group, width), dtype), Shape((n, length), jnp.int32)
-    arguments = q, pool, pool, Shape((), jnp.int32), Shape((n, pages), jnp.int32), positions
+    arguments = q, pool, pool, Shape((n, pages), jnp.int32), positions
     name = f"paged_attention {n} x {length} x {heads * group} heads, {keys} keys of {heads} x {width}"
     name += ", float16" * (dtype == jnp.float16) + f", pages of {page}" * (page != 16)
     return Program(name, 4 * n * keys * heads * width, 0, 0.1, ("attend",)), attend, arguments

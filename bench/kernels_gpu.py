@@ -134,17 +134,17 @@ def verifying_arguments(slots: int, vocab: int) -> Iterator[Arguments]:
 
 
 def attending_arguments(slots: int, length: int, keys: int, heads: int) -> Iterator[Arguments]:
-    """Pools of several layers, which take turns; every request has `keys` keys, on pages in any order. 8 query heads
+    """Several pairs of pools, which take turns; every request has `keys` keys, on pages in any order. 8 query heads
     to a KV head; one KV head is what a GPU of eight that share 70B has."""
     pages = -(-keys // PAGE)
-    layers = 1 + CACHE // (slots * keys * heads * WIDTH * 4) if slots * keys > 1000 else 1
-    keys_of = jax.random.split(jax.random.key(3), 4)
-    shape = layers, 1 + slots * pages, PAGE, heads, WIDTH
-    pools = [jax.random.normal(key, shape, jnp.bfloat16) for key in keys_of[:2]]
-    q = jax.random.normal(keys_of[2], (slots, length, heads, 8, WIDTH), jnp.bfloat16)
-    tables = 1 + jax.random.permutation(keys_of[3], slots * pages).reshape(slots, pages).astype(jnp.int32)
+    pairs = 1 + CACHE // (slots * keys * heads * WIDTH * 4) if slots * keys > 1000 else 1
+    first, second, *others = jax.random.split(jax.random.key(3), 2 + 2 * pairs)
+    shape = 1 + slots * pages, PAGE, heads, WIDTH
+    pools = [jax.random.normal(key, shape, jnp.bfloat16) for key in others]
+    q = jax.random.normal(first, (slots, length, heads, 8, WIDTH), jnp.bfloat16)
+    tables = 1 + jax.random.permutation(second, slots * pages).reshape(slots, pages).astype(jnp.int32)
     positions = jnp.broadcast_to(keys - length + jnp.arange(length), (slots, length)).astype(jnp.int32)
-    return ((q, *pools, jnp.int32(layer), tables, positions) for layer in range(layers))
+    return ((q, *pair, tables, positions) for pair in zip(pools[::2], pools[1::2], strict=True))
 
 
 def in_batches(names: Sequence[str], arguments: Arguments, rows: int) -> Iterator[Batch]:

@@ -99,6 +99,7 @@ def assemble(model: Model, tokenizer: Any | None, config: EngineConfig) -> Assem
             tile,
             config.tensor_parallel_size,
             1 + drafts,
+            whole_context=models.default_platform() == "cpu",  # pallas_kernels.paged_attention
         ),
         vocab_size=vocab_size,
         eos_token_ids=eos_token_ids,

@@ -221,7 +221,7 @@ def _integer(name: str, value: Any, low: int) -> None:
 class Buckets:
     """The static shapes of an engine: what warm-up compiles is exactly what can be asked for.
 
-    slots: leading slots a decode runs over. pages: context, in pages, that a decode's attention runs over.
+    slots: leading slots a decode runs over. pages: context, in pages, that a decode's attention is given.
     prefill_tiles, prefill_pages: the same of a prefill of tiles of `tile` tokens; score_tiles: where the prompt's own
     log-probabilities are wanted.
     history: lengths a slot's history is uploaded in. table_rows: block-table rows changed at once. mask_rows: masks
@@ -247,20 +247,22 @@ def make_buckets(
     tile: int,
     devices: int = 1,
     positions: int = 1,
+    whole_context: bool = False,
 ) -> Buckets:
     """Small lists: a factor of two between neighbours where a too large bucket costs time, four where it does not; less
     for prefill, where arithmetic is all of the time.
 
-    Slots come in multiples of `devices`, which share the last step. positions: 1 + K, at most.
+    Slots come in multiples of `devices`, which share the last step. positions: 1 + K, at most. whole_context: attention
+    is given all of a request's pages, and finds out itself how many there are to read.
     """
     pages = -(-max_model_len // block_size)
     context = max(1, 64 // block_size)
     return Buckets(
         slots=_ladder(devices, -(-max_num_seqs // devices) * devices, 2, skip=(2,)),
-        pages=_ladder(context, pages, 2),
+        pages=(pages,) if whole_context else _ladder(context, pages, 2),
         prefill_tiles=_halfway(_ladder(max(1, 16 // tile), max(1, max_num_batched_tokens // tile), 2)),
         score_tiles=_ladder(4, max(1, max_num_batched_tokens // tile), 4),
-        prefill_pages=_ladder(max(1, 128 // block_size), pages, 4),
+        prefill_pages=(pages,) if whole_context else _ladder(max(1, 128 // block_size), pages, 4),
         history=_ladder(64, max_model_len, 4),
         table_rows=_ladder(8, max_num_seqs, 4),
         mask_rows=_ladder(4, max_num_seqs * positions, 4),

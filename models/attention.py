@@ -3,9 +3,10 @@
 One definition serves decode (N slots of Q = 1 + K positions) and prefill (N tiles of one prompt each), because
 a tile of a prompt is a group of query positions over one block table like any other.
 
-The pool is [L, B, C, H, E]: layers, pages, positions in a page, KV heads, head width. It is stored as unsigned
-integers of the element's size on CPU: XLA's CPU backend widens a bfloat16 scatter into a float32 copy of the
-whole pool, an integer scatter it does in place.
+A layer's pool is [B, C, H, E]: pages, positions in a page, KV heads, head width. Layers have pools of their own, so that
+XLA compiles what they do once and not with another constant for each. A pool is stored as unsigned integers of the
+element's size on CPU: XLA's CPU backend widens a bfloat16 scatter into a float32 copy of the whole pool, an integer
+scatter it does in place.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from models.base import Array, page_of
 from models.sharding import partition_spec
 from pallas_kernels.paged_attention import CUDNN_MIN_ROWS, encode, paged_attention
 
-_KV_AXES = ("layers", "pages", None, "kv_heads", None)
+KV_AXES = ("pages", None, "kv_heads", None)
 
 
 @struct.dataclass
 class PagedKV:
-    """Keys and values of every layer. k, v: [L, B, C, H, E]."""
+    """Keys and values of one layer. k, v: [B, C, H, E]."""
 
     k: Array
     v: Array
@@ -40,7 +41,6 @@ def store_and_attend(
     k: jax.Array,  # [N, Q, H, E]
     v: jax.Array,  # [N, Q, H, E]
     kv: PagedKV,
-    layer: jax.Array | int,
     positions: jax.Array,  # [N, Q], -1 = padding
     block_tables: jax.Array,  # [N, P]
     window: jax.Array | int,  # keys older than this many positions are not seen
@@ -56,15 +56,15 @@ def store_and_attend(
     With a mesh every device works on its own KV heads: nothing is exchanged.
     """
 
-    def local(q, k, v, pool_k, pool_v, layer, positions, block_tables, window, written):
+    def local(q, k, v, pool_k, pool_v, positions, block_tables, window, written):
         # A masked score costs nothing, a masked value does: 0 * NaN is NaN. So values in the pool are always finite,
         # and one that is not makes its key NaN, which whoever sees that key notices, and nobody else.
         k, v = k.astype(dtype), v.astype(dtype)
         k, v = jnp.where(jnp.isfinite(v), k, jnp.nan), jnp.where(jnp.isfinite(v), v, 0)
-        pool_k = _store(pool_k, k, layer, written, block_tables, dtype)
-        pool_v = _store(pool_v, v, layer, written, block_tables, dtype)
+        pool_k = _store(pool_k, k, written, block_tables, dtype)
+        pool_v = _store(pool_v, v, written, block_tables, dtype)
         out = paged_attention(
-            q.astype(dtype), pool_k, pool_v, layer, block_tables, positions, window, first_key=first_key,
+            q.astype(dtype), pool_k, pool_v, block_tables, positions, window, first_key=first_key,
             platform=platform, implementation=implementation, interpret=platform == "cpu",
         )  # fmt: skip
         return out, pool_k, pool_v
@@ -72,24 +72,24 @@ def store_and_attend(
     if q.shape[1] >= CUDNN_MIN_ROWS:
         implementation = None  # a prefill tile
     written = positions if written is None else written
-    args = (q, k, v, kv.k, kv.v, jnp.asarray(layer), positions, block_tables, jnp.asarray(window), written)
+    args = (q, k, v, kv.k, kv.v, positions, block_tables, jnp.asarray(window), written)
     if mesh is None or mesh.size == 1:
         out, new_k, new_v = local(*args)
     else:
-        pool = partition_spec(_KV_AXES, kv.k.shape, mesh)
-        heads = pool[3]
+        pool = partition_spec(KV_AXES, kv.k.shape, mesh)
+        heads = pool[2]
         rows, whole = PartitionSpec(None, None, heads), PartitionSpec()
         out, new_k, new_v = jax.shard_map(
-            local, mesh=mesh, in_specs=(rows, rows, rows, pool, pool, whole, whole, whole, whole, whole),
+            local, mesh=mesh, in_specs=(rows, rows, rows, pool, pool, whole, whole, whole, whole),
             out_specs=(rows, pool, pool), check_vma=False,
         )(*args)  # fmt: skip
     return out, PagedKV(new_k, new_v)
 
 
 def _store(
-    pool: jax.Array, x: jax.Array, layer: jax.Array, positions: jax.Array, tables: jax.Array, dtype: jnp.dtype
+    pool: jax.Array, x: jax.Array, positions: jax.Array, tables: jax.Array, dtype: jnp.dtype
 ) -> jax.Array:
     """Write x [N, Q, H, E] at its positions. Padding lands in page 0, which nobody reads."""
-    size = pool.shape[2]
+    size = pool.shape[1]
     block = page_of(tables, positions, size)
-    return pool.at[layer, block, positions % size].set(encode(x, dtype, pool.dtype), mode="promise_in_bounds")
+    return pool.at[block, positions % size].set(encode(x, dtype, pool.dtype), mode="promise_in_bounds")

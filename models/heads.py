@@ -130,7 +130,7 @@ class HiddenStateHead(ABC):
         return ParamSpec(shape, ("vocab", None), (tensor,), (shape,), lambda x: x, None, jnp.dtype(self.layer.dtype))
 
     def init_kv(self, num_blocks: int, block_size: int, mesh: Mesh | None) -> PagedKV:
-        return self.layer.init_kv(num_blocks, block_size, mesh)
+        return self.layer.init_kv(num_blocks, block_size, mesh)[0]
 
     def forward(
         self, params: Params, kv: PagedKV, inputs: ForwardInputs, hidden: jax.Array, mesh: Mesh | None
@@ -175,8 +175,8 @@ def attend(
     q = apply_rope(q.reshape(n, q_len, c.num_heads, c.head_dim), *rope).reshape(q.shape)
     k = apply_rope(k, *rope)
     out, kv = store_and_attend(
-        q, k, v, kv, 0, inputs.positions, inputs.block_tables, EVERYTHING, jnp.dtype(model.dtype),
-        model.platform, mesh, written=inputs.written, first_key=1,
+        q, k, v, kv, inputs.positions, inputs.block_tables, EVERYTHING, jnp.dtype(model.dtype), model.platform,
+        mesh, written=inputs.written, first_key=1,
         implementation=model.attention_implementation,
     )  # fmt: skip
     out = llama._dot(out.reshape(n, q_len, -1), w["wo"].reshape(-1, c.hidden_size), model)

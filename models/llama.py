@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from models import params as weights
-from models.attention import PagedKV, storage_dtype, store_and_attend
+from models.attention import KV_AXES, PagedKV, storage_dtype, store_and_attend
 from models.base import ForwardInputs, Params
 from models.checkpoint import Checkpoint
 from models.config import ModelConfig
@@ -100,23 +100,23 @@ class Llama:
             unused += rf"|model\.layers\.{self.config.num_layers}\..*"
         return weights.load_params(self.specs(), self.source, mesh, unused=unused)
 
-    def kv_spec(self, num_blocks: int, block_size: int, mesh: Mesh | None) -> PagedKV:
-        """Abstract page pool."""
+    def kv_spec(self, num_blocks: int, block_size: int, mesh: Mesh | None) -> tuple[PagedKV, ...]:
+        """Abstract page pools, one for each layer."""
         c = self.config
-        shape = (c.num_layers, num_blocks, block_size, c.num_kv_heads, c.head_dim)
+        shape = (num_blocks, block_size, c.num_kv_heads, c.head_dim)
         spec = jax.ShapeDtypeStruct(
             shape, storage_dtype(jnp.dtype(self.dtype), self.platform),
-            sharding=sharding(("layers", "pages", None, "kv_heads", None), shape, mesh),
+            sharding=sharding(KV_AXES, shape, mesh),
         )  # fmt: skip
-        return PagedKV(k=spec, v=spec)
+        return (PagedKV(k=spec, v=spec),) * c.num_layers
 
-    def init_kv(self, num_blocks: int, block_size: int, mesh: Mesh | None) -> PagedKV:
+    def init_kv(self, num_blocks: int, block_size: int, mesh: Mesh | None) -> tuple[PagedKV, ...]:
         spec = self.kv_spec(num_blocks, block_size, mesh)
         return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, device=s.sharding), spec)
 
     def forward(
-        self, params: Params, kv: PagedKV, inputs: ForwardInputs, mesh: Mesh | None
-    ) -> tuple[jax.Array, PagedKV]:
+        self, params: Params, kv: tuple[PagedKV, ...], inputs: ForwardInputs, mesh: Mesh | None
+    ) -> tuple[jax.Array, tuple[PagedKV, ...]]:
         return forward(self, params, kv, inputs, mesh)
 
     def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
@@ -177,8 +177,8 @@ def declare(c: ModelConfig, dtype: Any) -> dict[str, Any]:
 
 
 def forward(
-    model: Llama, params: Params, kv: PagedKV, inputs: ForwardInputs, mesh: Mesh | None
-) -> tuple[jax.Array, PagedKV]:
+    model: Llama, params: Params, kv: tuple[PagedKV, ...], inputs: ForwardInputs, mesh: Mesh | None
+) -> tuple[jax.Array, tuple[PagedKV, ...]]:
     """[N, Q] tokens -> normalised hidden states [N, Q, D] (and features behind them, [N, Q, (1 + F) D]), and the cache
     with their keys and values."""
     c = model.config
@@ -191,9 +191,9 @@ def forward(
         [c.sliding_window if on and c.sliding_window else EVERYTHING for on in c.window_layers], np.int32
     )
 
-    def block(x, kv, w, i, window):
+    def block(x, kv, w, window):
         with jax.named_scope("attention"):
-            x, kv = _attention(model, w, x, kv, i, window, rope, inputs, mesh)
+            x, kv = _attention(model, w, x, kv, window, rope, inputs, mesh)
         with jax.named_scope("mlp"):
             return _mlp(model, w, x, mesh), kv
 
@@ -205,14 +205,15 @@ def forward(
 def _run_layers(model, block, layers, x, kv, windows):
     """x through all layers; and the streams that model.feature_layers read. Unrolled: a scan over stacked weights would
     copy those of each layer before it multiplies by them, on CPUs and on GPUs: three times the bytes of a decode."""
-    streams = [x]
-    for i, w in enumerate(layers):
-        x, kv = block(x, kv, w, i, int(windows[i]))
+    streams, stored = [x], []
+    for w, pool, window in zip(layers, kv, windows.tolist(), strict=True):
+        x, pool = block(x, pool, w, window)
         streams.append(x)
-    return x, kv, [streams[i] for i in model.feature_layers]
+        stored.append(pool)
+    return x, tuple(stored), [streams[i] for i in model.feature_layers]
 
 
-def _attention(model, w, x, kv, i, window, rope, inputs, mesh):
+def _attention(model, w, x, kv, window, rope, inputs, mesh):
     c = model.config
     n, q_len, _ = x.shape
     g = c.num_heads // c.num_kv_heads
@@ -230,7 +231,6 @@ def _attention(model, w, x, kv, i, window, rope, inputs, mesh):
         k,
         v,
         kv,
-        i,
         inputs.positions,
         inputs.block_tables,
         window,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -22,7 +24,6 @@ def paged_attention(
     q: jax.Array,
     k_pool: jax.Array,
     v_pool: jax.Array,
-    layer: jax.Array | int,
     block_tables: jax.Array,
     positions: jax.Array,
     window: jax.Array | int = EVERYTHING,
@@ -35,12 +36,13 @@ def paged_attention(
 ) -> jax.Array:
     """Causal grouped-query attention of N groups of query positions, each over pages of its own; [N, Q, H, G, E].
 
-    q: [N, Q, H, G, E], H KV heads of width E, G query heads to each. k_pool, v_pool: [L, B, C, H, E], B pages of C
-    positions in L layers, in q's dtype or as unsigned integers that hold its bits; they already hold the keys and
-    values of the queries themselves. layer: which of L. block_tables: [N, P] int32, the pages of a group in order;
-    groups may share pages. positions: [N, Q] int32 of the queries, -1 for padding, whose result is finite and means
-    nothing. window: keys older than this many positions are not seen. first_key: nor are those before this position.
-    platform: "cpu" or "gpu", which program "xla" is; None: JAX's backend.
+    q: [N, Q, H, G, E], H KV heads of width E, G query heads to each. k_pool, v_pool: [B, C, H, E], B pages of C
+    positions, in q's dtype or as unsigned integers that hold its bits; they already hold the keys and values of the
+    queries themselves. block_tables: [N, P] int32, the pages of a group in order; groups may share pages. positions:
+    [N, Q] int32 of the queries, -1 for padding, whose result is finite and means nothing. window: keys older than this
+    many positions are not seen. first_key: nor are those before this position. platform: "cpu" or "gpu", which program
+    "xla" is; None: JAX's backend. On a GPU "xla" reads all P pages of every group; on a CPU, and as "mosaic", the time
+    is that of the context there is.
 
     A key that nobody sees may hold anything; its value has to be finite.
 
@@ -52,16 +54,26 @@ def paged_attention(
     _check(q, k_pool, v_pool, block_tables, positions)
     interpret = interpret if implementation == "mosaic" else None
     choice = choose(implementation, interpret, block_shape, available=("xla", "mosaic"), shape_type=AttentionShape)
-    check_attention(choice.name, q.dtype, q.shape[-1], k_pool.shape[2])
+    check_attention(choice.name, q.dtype, q.shape[-1], k_pool.shape[1])
     if choice.name == "mosaic":
         from pallas_kernels.mosaic.attention import attend
 
         k, v = (decode(pool, q.dtype) for pool in (k_pool, v_pool))
-        return attend(q, k, v, layer, block_tables, positions, window, first_key, choice.block_shape, choice.interpret)
-    keys, values = (decode(_gather(pool, layer, block_tables), q.dtype) for pool in (k_pool, v_pool))  # [N, P*C, H, E]
-    visible = _visible(positions, keys.shape[1], window, first_key)
-    platform = platform or ("cpu" if jax.default_backend() == "cpu" else "gpu")
-    return (_attend_cpu if platform == "cpu" else _attend)(q, keys, values, visible)
+        return attend(q, k, v, block_tables, positions, window, first_key, choice.block_shape, choice.interpret)
+    attend_to = partial(_attend_to, q, k_pool, v_pool, positions, window, first_key)
+    if (platform or jax.default_backend()) != "cpu":
+        return attend_to(_attend, block_tables)
+    # A program for each context would be compiled, and would map memory, anew for the rest of the model.
+    counts = context_buckets(block_tables.shape[1], k_pool.shape[1])
+    branches = [lambda tables, count=count: attend_to(_attend_cpu, tables[:, :count]) for count in counts]
+    needed = jnp.max(positions) // k_pool.shape[1] + 1
+    return jax.lax.switch(jnp.searchsorted(jnp.array(counts), needed), branches, block_tables)
+
+
+def context_buckets(pages: int, size: int) -> tuple[int, ...]:
+    """Numbers of leading pages, of `pages` of `size` positions, that are told apart: a factor of two between them."""
+    first = max(1, 64 // size)
+    return (*(first << i for i in range(pages.bit_length()) if first << i < pages), pages)
 
 
 def check_attention(implementation: str, dtype: Any, width: int, size: int) -> None:
@@ -87,11 +99,19 @@ def decode(x: jax.Array, dtype: Any) -> jax.Array:
     return x if x.dtype == dtype else jax.lax.bitcast_convert_type(x, dtype)
 
 
-def _gather(pool: jax.Array, layer: jax.Array | int, tables: jax.Array) -> jax.Array:
+def _attend_to(
+    q: jax.Array, k_pool: jax.Array, v_pool: jax.Array, positions: jax.Array, window: jax.Array | int, first_key: int,
+    attend: Callable[..., jax.Array], tables: jax.Array,
+) -> jax.Array:  # fmt: skip
+    """The definition: attention to the pages of `tables` alone."""
+    keys, values = (decode(_gather(pool, tables), q.dtype) for pool in (k_pool, v_pool))  # [N, P*C, H, E]
+    return attend(q, keys, values, _visible(positions, keys.shape[1], window, first_key))
+
+
+def _gather(pool: jax.Array, tables: jax.Array) -> jax.Array:
     """The pages of each group, in order: [N, P*C, H, E]. Whole pages are gathered as flat rows, i.e. copied."""
-    layers, blocks, size, heads, width = pool.shape
-    flat = pool.reshape(layers * blocks, size * heads * width)
-    rows = flat.at[layer * blocks + tables].get(mode="promise_in_bounds")  # [N, P, C*H*E]
+    blocks, size, heads, width = pool.shape
+    rows = pool.reshape(blocks, -1).at[tables].get(mode="promise_in_bounds")  # [N, P, C*H*E]
     return rows.reshape(tables.shape[0], tables.shape[1] * size, heads, width)
 
 
@@ -146,8 +166,8 @@ def _softmax(scores: jax.Array, visible: jax.Array) -> jax.Array:
 def _check(q: jax.Array, k_pool: jax.Array, v_pool: jax.Array, block_tables: jax.Array, positions: jax.Array) -> None:
     n, length, heads, _, width = q.shape
     for name, pool in (("k_pool", k_pool), ("v_pool", v_pool)):
-        if pool.ndim != 5 or pool.shape[3:] != (heads, width):
-            raise ValueError(f"{name} has shape {pool.shape}; with q {q.shape} it must be [L, B, C, {heads}, {width}]")
+        if pool.ndim != 4 or pool.shape[2:] != (heads, width):
+            raise ValueError(f"{name} has shape {pool.shape}; with q {q.shape} it must be [B, C, {heads}, {width}]")
         if pool.dtype != q.dtype and pool.dtype != f"uint{8 * q.dtype.itemsize}":
             raise ValueError(f"{name} is {pool.dtype}; it must be {q.dtype} or uint{8 * q.dtype.itemsize} of its bits")
     if block_tables.ndim != 2 or block_tables.shape[0] != n:

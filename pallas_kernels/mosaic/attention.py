@@ -34,12 +34,12 @@ _SMALL = 1e-30  # a sum of weights is at least one unless there are no keys
 
 
 def attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, layer: jax.Array | int, tables: jax.Array, positions: jax.Array,
-    window: jax.Array | int, first_key: int, shape: AttentionShape | None, interpret: Any,
+    q: jax.Array, k: jax.Array, v: jax.Array, tables: jax.Array, positions: jax.Array, window: jax.Array | int,
+    first_key: int, shape: AttentionShape | None, interpret: Any,
 ) -> jax.Array:  # fmt: skip
     """pallas_kernels.paged_attention."""
     n, length, heads, group, width = q.shape
-    blocks, size = k.shape[1:3]
+    size = k.shape[1]
     piece = min(size, TILE)  # a page of more positions is taken for several
     rows = length * group
     tiles = -(-rows // ROWS)
@@ -47,7 +47,7 @@ def attend(
     q = jnp.moveaxis(q, 2, 1).reshape(n, heads, rows, width)
     q = jnp.pad(q, ((0, 0), (0, 0), (0, tiles * height - rows), (0, 0)))
     at = jnp.pad(jnp.repeat(positions, group, axis=1), ((0, 0), (0, tiles * ROWS - rows)), constant_values=-1)
-    pages = (layer * blocks + tables)[:, :, None] * (size // piece) + jnp.arange(size // piece)
+    pages = tables[:, :, None] * (size // piece) + jnp.arange(size // piece)
     pages = jnp.pad(pages.reshape(n, -1), ((0, 0), (0, -pages[0].size % (TILE // piece))))
     shape = shape or attention_shape(n * heads * tiles, pages.shape[1] * piece // TILE)
     merged = [pool.reshape(-1, piece, heads * width) for pool in (k, v)]

@@ -46,8 +46,8 @@ def test_any_number_of_devices_gives_the_same_tokens(
 
 def test_weights_and_pages_are_split(make_engine: Callable[..., EngineCore], make_llama: Any) -> None:
     engine = make_engine(make_llama(**EVEN), tensor_parallel_size=8, max_num_seqs=2, max_model_len=64)
-    kv = engine.runner.cache.kv.k
-    assert kv.addressable_shards[0].data.shape[3] == 1
+    kv = engine.runner.cache.kv[0].k
+    assert kv.addressable_shards[0].data.shape[2] == 1
     embedding = engine.runner.params["embed"]
     assert embedding.addressable_shards[0].data.shape[0] == embedding.shape[0] // 8
 

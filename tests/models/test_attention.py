@@ -12,7 +12,6 @@ from models.base import ForwardInputs
 from models.params import is_spec
 from models.sharding import make_mesh
 
-LAYERS, LAYER = 3, 1
 PAGES, PAGE = 24, 4  # pages in the pool, positions in a page
 TABLE = 7  # pages in a block table: it covers 28 positions unless a case asks for more
 HEADS, GROUP, WIDTH = 2, 3, 8
@@ -44,7 +43,7 @@ class Problem:
         num_pages = max(PAGES, 1 + n * table)
         order = 1 + rng.permutation(num_pages - 1)
         self.tables = order[: n * table].reshape(n, table).astype(np.int32)
-        shape = (LAYERS, num_pages, PAGE, heads, WIDTH)
+        shape = (num_pages, PAGE, heads, WIDTH)
         self.pool = normal(*shape), normal(*shape)
 
     def slots(self):
@@ -58,12 +57,12 @@ class Problem:
         pools = [pool.copy() for pool in self.pool]
         for n, q, page, place in self.slots():
             for pool, new in zip(pools, (self.k, self.v), strict=True):
-                pool[LAYER, page, place] = new[n, q]
+                pool[page, place] = new[n, q]
         return pools
 
     def outputs(self, window, first_key=0):
         """Attention in float64, by its definition."""
-        keys, values = (pool[LAYER].astype(np.float64) for pool in self.stored())
+        keys, values = (pool.astype(np.float64) for pool in self.stored())
         result = np.zeros(self.q.shape)
         for n, q, _, _ in self.slots():
             position = self.positions[n, q]
@@ -80,12 +79,11 @@ class Problem:
         stored = storage_dtype(jnp.dtype(self.dtype), platform)
         kv = PagedKV(*(jnp.asarray(pool.view(stored)) for pool in self.pool))
         call = jax.jit(
-            lambda q, k, v, kv, layer, positions, tables: store_and_attend(
+            lambda q, k, v, kv, positions, tables: store_and_attend(
                 q,
                 k,
                 v,
                 kv,
-                layer,
                 positions,
                 tables,
                 window,
@@ -97,7 +95,7 @@ class Problem:
             compiler_options={"xla_backend_optimization_level": 0},  # compiles in half the time
         )
         with jax.default_matmul_precision("highest"):
-            out, kv = call(self.q, self.k, self.v, kv, LAYER, self.positions, self.tables)
+            out, kv = call(self.q, self.k, self.v, kv, self.positions, self.tables)
         assert out.dtype == self.dtype
         assert kv.k.dtype == kv.v.dtype == stored
         return np.asarray(out).astype(np.float64), [np.asarray(pool).view(self.dtype) for pool in (kv.k, kv.v)]
@@ -110,8 +108,8 @@ class Problem:
         np.testing.assert_allclose(actual[valid], self.outputs(window)[valid], rtol=0, atol=tolerance)
         assert np.isfinite(actual).all()  # padding gives numbers too
         for pool, expected in zip(pools, self.stored(), strict=True):
-            others = np.ones(pool.shape[:2], bool)
-            others[LAYER, 0] = False  # the page that takes what padding writes
+            others = np.ones(len(pool), bool)
+            others[0] = False  # the page that takes what padding writes
             np.testing.assert_array_equal(bits(pool[others]), bits(expected[others]))
 
 
@@ -177,7 +175,7 @@ def test_unused_entries_of_a_table_are_not_read(platform):
     expected = short.outputs(EVERYTHING)
     short.tables[:, 3:] = 0
     for pool in short.pool:
-        pool[:, 0] = 1e6
+        pool[0] = 1e6
     actual, _ = short.run(EVERYTHING, platform)
     np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-6)
 
@@ -236,7 +234,7 @@ def test_keys_before_the_first_do_not_exist(q_len, platform):
     """Whatever their place in the pool holds."""
     case = problem(q_len)
     case.k[case.positions == 0] = np.nan
-    case.pool[0][LAYER, case.tables[:, 0], 0] = np.nan
+    case.pool[0][case.tables[:, 0], 0] = np.nan
     actual, _ = case.run(EVERYTHING, platform, first_key=1)
     seen = case.positions > 0
     np.testing.assert_allclose(actual[seen], case.outputs(EVERYTHING, first_key=1)[seen], rtol=0, atol=2e-6)

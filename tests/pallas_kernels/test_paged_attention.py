@@ -16,7 +16,6 @@ from pallas_kernels.block_shape import attention_shape
 from pallas_kernels.compat import interpret_params, races_found
 from pallas_kernels.mosaic import attention
 
-LAYERS, LAYER = 2, 1
 EVERYTHING = 1 << 30
 
 
@@ -36,11 +35,11 @@ class Problem:
 
         self.q = normal(n, length, heads, group, width)
         blocks = 1 + n * table
-        self.pools = normal(LAYERS, blocks, page, heads, width), normal(LAYERS, blocks, page, heads, width)
+        self.pools = normal(blocks, page, heads, width), normal(blocks, page, heads, width)
         self.tables = (1 + rng.permutation(blocks - 1)).reshape(n, table).astype(np.int32)
 
     def expected(self, window: int = EVERYTHING, first_key: int = 0) -> np.ndarray:
-        keys, values = (pool[LAYER].astype(np.float64) for pool in self.pools)
+        keys, values = (pool.astype(np.float64) for pool in self.pools)
         out = np.zeros(self.q.shape)
         for n, q in np.argwhere(self.positions >= 0):
             at = self.positions[n, q]
@@ -54,7 +53,7 @@ class Problem:
 
     def run(self, window: int = EVERYTHING, **keywords: Any) -> np.ndarray:
         pools = [jnp.asarray(pool) for pool in self.pools]
-        args = (jnp.asarray(self.q), *pools, LAYER, jnp.asarray(self.tables), jnp.asarray(self.positions), window)
+        args = (jnp.asarray(self.q), *pools, jnp.asarray(self.tables), jnp.asarray(self.positions), window)
         out = paged_attention(*args, implementation="mosaic", **keywords)
         assert out.shape == self.q.shape
         assert out.dtype == self.q.dtype
@@ -85,7 +84,7 @@ def test_verification() -> None:
 def test_sliding_window(window: int) -> None:
     """Tiles before the window of the oldest query are not read."""
     problem = Problem([[130, 131], [3, 4]])
-    keys = problem.pools[0][LAYER]
+    keys = problem.pools[0]
     for tile in range((130 - window + 1) // 64):
         keys[problem.tables[0, 4 * tile : 4 * tile + 4]] = np.nan
     problem.check(window)
@@ -94,7 +93,7 @@ def test_sliding_window(window: int) -> None:
 def test_first_key() -> None:
     problem = Problem([[1, 2], [70, 71]])
     for pool in problem.pools[:1]:
-        pool[LAYER, problem.tables[:, 0], 0] = np.nan
+        pool[problem.tables[:, 0], 0] = np.nan
     problem.check(first_key=1)
 
 
@@ -126,13 +125,13 @@ def test_unused_entries_of_a_table_are_not_seen() -> None:
     problem = Problem([[20, 21], [100, 101]])
     problem.tables[0, 2:] = 0
     for pool, value in zip(problem.pools, (np.nan, 1e4), strict=True):
-        pool[:, 0] = value
+        pool[0] = value
     problem.check()
 
 
 def test_a_broken_request_breaks_alone() -> None:
     problem = Problem([[70], [71]])
-    problem.pools[0][LAYER, problem.tables[0, 0], 3] = np.nan
+    problem.pools[0][problem.tables[0, 0], 3] = np.nan
     actual = problem.run()
     assert np.isnan(actual[0]).all()
     np.testing.assert_allclose(actual[1], problem.expected()[1], rtol=0, atol=0.02)
@@ -142,7 +141,7 @@ def test_bits_in_the_pool() -> None:
     """A pool may keep bfloat16 as its bits; the definition agrees."""
     problem = Problem([[70, 71], [3, 4]])
     bits = [jnp.asarray(pool.view(np.uint16)) for pool in problem.pools]
-    args = (jnp.asarray(problem.q), *bits, LAYER, jnp.asarray(problem.tables), jnp.asarray(problem.positions))
+    args = (jnp.asarray(problem.q), *bits, jnp.asarray(problem.tables), jnp.asarray(problem.positions))
     for implementation in ("mosaic", "xla"):
         out = np.asarray(paged_attention(*args, implementation=implementation)).astype(np.float64)
         np.testing.assert_allclose(out, problem.expected(), rtol=0, atol=0.02)
@@ -180,13 +179,13 @@ def test_what_it_does_not_take() -> None:
 
 
 def test_shapes_that_do_not_fit() -> None:
-    q, pool = jnp.zeros((2, 1, 2, 3, 64)), jnp.zeros((1, 4, 16, 2, 64))
+    q, pool = jnp.zeros((2, 1, 2, 3, 64)), jnp.zeros((4, 16, 2, 64))
     tables, positions = jnp.zeros((2, 3), jnp.int32), jnp.zeros((2, 1), jnp.int32)
     for name, args in (
-        ("k_pool", (q, pool[..., :1, :], pool, 0, tables, positions)),
-        ("v_pool", (q, pool, pool.astype(jnp.bfloat16), 0, tables, positions)),
-        ("block_tables", (q, pool, pool, 0, tables[:1], positions)),
-        ("positions", (q, pool, pool, 0, tables, positions[:, :0])),
+        ("k_pool", (q, pool[..., :1, :], pool, tables, positions)),
+        ("v_pool", (q, pool, pool.astype(jnp.bfloat16), tables, positions)),
+        ("block_tables", (q, pool, pool, tables[:1], positions)),
+        ("positions", (q, pool, pool, tables, positions[:, :0])),
     ):
         with pytest.raises(ValueError, match=name):
             paged_attention(*args)
