@@ -3,9 +3,9 @@
 One definition serves decode (N slots of Q = 1 + K positions) and prefill (N tiles of one prompt each), because
 a tile of a prompt is a group of query positions over one block table like any other.
 
-A layer's pool is [B, C, H, E]: pages, positions in a page, KV heads, head width. Layers have pools of their own, so that
-XLA compiles what they do once and not with another constant for each. A pool is stored as unsigned integers of the
-element's size on CPU: XLA's CPU backend widens a bfloat16 scatter into a float32 copy of the whole pool, an integer
+A layer's pool is [B, C, H, E]: pages, positions in a page, KV heads, head width. Layers have pools of their own: with
+the number of a layer in it, XLA would compile the same gather again for each. A pool is stored as unsigned integers of
+the element's size on CPU: XLA's CPU backend widens a bfloat16 scatter into a float32 copy of the whole pool, an integer
 scatter it does in place.
 """
 
@@ -86,9 +86,7 @@ def store_and_attend(
     return out, PagedKV(new_k, new_v)
 
 
-def _store(
-    pool: jax.Array, x: jax.Array, positions: jax.Array, tables: jax.Array, dtype: jnp.dtype
-) -> jax.Array:
+def _store(pool: jax.Array, x: jax.Array, positions: jax.Array, tables: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Write x [N, Q, H, E] at its positions. Padding lands in page 0, which nobody reads."""
     size = pool.shape[1]
     block = page_of(tables, positions, size)

@@ -213,6 +213,17 @@ def test_a_request_that_breaks_harms_nobody_else(platform):
     np.testing.assert_array_equal(broken[:, 1], sound[:, 1])
 
 
+@pytest.mark.parametrize("newest", [0, 62, 63, 64, 127, 128, 255, 256, 279])
+def test_a_cpu_reads_as_many_pages_as_the_longest_context_has(newest):
+    """To a factor of two: values of other pages, which are not numbers here, would spoil the result."""
+    case = Problem(2, [newest, 5], [1, 2], table=70)
+    expected = case.outputs(EVERYTHING)
+    read = next(x for x in (64, 128, 256, 280) if newest < x) // PAGE
+    case.pool[1][case.tables[:, read:]] = np.nan
+    actual, _ = case.run(EVERYTHING, "cpu")
+    np.testing.assert_allclose(actual[case.positions >= 0], expected[case.positions >= 0], rtol=0, atol=2e-6)
+
+
 def test_storage():
     """bfloat16 is kept as its bits on CPU, everything else as itself."""
     assert storage_dtype(jnp.dtype(jnp.bfloat16), "cpu") == np.uint16
