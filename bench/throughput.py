@@ -16,6 +16,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,9 @@ from jaxserve.config import bucket
 from jaxserve.step import view_of
 from models.gguf import demo_model_path
 from models.markov import MarkovLM
+from pallas_kernels.paged_attention import context_buckets
+
+_REPEATS = 15
 
 QUESTIONS = [
     "Name three primary colors.", "Write a haiku about the sea.", "What is 17 + 25?", "Who wrote Hamlet?",
@@ -65,21 +69,27 @@ def chat_prompts(llm_tokenizer: Any) -> list[list[int]]:
 
 
 def breakdown(ours: Ours, batch: int, context: int) -> dict[str, float]:
-    """Milliseconds of one greedy decode step at full context: all of it, the forward pass with lm_head, lm_head alone;
-    and the two floors."""
+    """Milliseconds of one greedy decode step of full slots at about this context: all of it, the forward pass with
+    lm_head, lm_head alone; and the two floors."""
     runner = ours.llm.engine.runner
     b = runner.buckets
-    slots, pages = bucket(b.slots, batch), bucket(b.pages, -(-context // 16))
+    slots, full = bucket(b.slots, batch), b.pages[-1]
+    pages = bucket(context_buckets(full, 16), -(-context // 16))
     model, params, cache, state = runner.model, runner.params, runner.cache, runner.batch
+    length = jnp.full_like(state.rows.num_tokens, context - _REPEATS)
+    rows = replace(state.rows, num_tokens=length, max_tokens_total=jnp.full_like(length, state.tokens.shape[1]))
+    state = replace(state, active=jnp.ones_like(state.active), rows=rows)
     run = np.ones(slots, bool)
-    forward, sample = runner.programs["forward", slots, pages, 0], runner.programs["sample", slots, False, False, 0]
+    grammars = None if runner.grammars is None else runner.grammars.values
+    forward = runner.programs["forward", slots, full, 0]
+    sample = runner.programs["sample", slots, False, grammars is not None, 0]
     hidden = jnp.zeros((slots, model.config.hidden_size), jnp.float32)
     head = jax.jit(model.logits)
 
     def whole() -> Any:
         nonlocal cache, state
         cache, logits, _ = forward(runner.weights, cache, view_of(state), run)
-        state, out = sample(state, logits, run, None)
+        state, out = sample(state, logits, run, grammars)
         return out
 
     def model_alone() -> Any:
@@ -119,7 +129,7 @@ def host_time(llm: LLM, prompts: list[list[int]], requests: int) -> tuple[float,
     return host, dispatch, len(samples)
 
 
-def _median_ms(call: Callable[[], Any], repeats: int = 15) -> float:
+def _median_ms(call: Callable[[], Any], repeats: int = _REPEATS) -> float:
     jax.block_until_ready(call())
     samples = []
     for _ in range(repeats):

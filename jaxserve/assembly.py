@@ -69,6 +69,7 @@ def assemble(model: Model, tokenizer: Any | None, config: EngineConfig) -> Assem
         proposer = make_proposer(speculation, target) if suffix is None else None
     vocab_size = model.vocab_size if tokenizer is None else min(model.vocab_size, _num_ids(tokenizer))
     eos_token_ids = _eos_token_ids(model, tokenizer)
+    on_cpu = models.default_platform() == "cpu"
     parts = Parts(
         model=model,
         sampler=_sampler(model, tokenizer, config, max_model_len, vocab_size, eos_token_ids),
@@ -76,7 +77,8 @@ def assemble(model: Model, tokenizer: Any | None, config: EngineConfig) -> Assem
         proposer=proposer,
         # On a GPU the host would wait for the device to say which; there rows are free until arithmetic takes longer
         # than reading the weights.
-        skips_empty_drafts=models.default_platform() == "cpu",
+        skips_empty_drafts=on_cpu,
+        always_masks=on_cpu,  # no time beside the draw, and half the programs
     )
     structured = None if tokenizer is None else config.structured_outputs
     if structured is not None and parts.sampler.markers is not None and not structured.enable_in_reasoning:
@@ -99,7 +101,7 @@ def assemble(model: Model, tokenizer: Any | None, config: EngineConfig) -> Assem
             tile,
             config.tensor_parallel_size,
             1 + drafts,
-            whole_context=models.default_platform() == "cpu",  # pallas_kernels.paged_attention
+            whole_context=on_cpu,  # see pallas_kernels.paged_attention
         ),
         vocab_size=vocab_size,
         eos_token_ids=eos_token_ids,

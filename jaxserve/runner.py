@@ -285,14 +285,16 @@ class Runner:
         scheduled, run, hidden = flight.scheduled, flight.run, flight.hidden
         drafts, next_drafts, slots = scheduled.num_positions - 1, scheduled.next_drafts, len(flight.run)
         shaped = any(request.is_shaped for request in self.slots.requests)
-        grammars = None if self.grammars is None or not self.grammars.num_held else self.grammars.values
-        self.batch, output = self.programs["sample", slots, shaped, grammars is not None, drafts](
+        held = self.grammars is not None and self.grammars.num_held > 0
+        structured = self._step_programs.structured(held)
+        grammars = self.grammars.values if structured and self.grammars is not None else None
+        self.batch, output = self.programs["sample", slots, shaped, structured, drafts](
             self.batch, flight.logits, run, grammars
         )
         if next_drafts in self._step_programs.proposed_counts:
             longest = max(r.num_tokens + r.num_in_flight for _, r in flight.rows)
             pages = self.buckets.pages[-1] if self.cache.draft_kv is None else self._pages(longest + next_drafts)
-            verified = self._step_programs.verified(drafts, grammars is not None)
+            verified = self._step_programs.verified(drafts, held)
             draft_kv, self.batch = self.programs["propose", slots, pages, verified, next_drafts](
                 self.weights, self.cache.draft_kv, self.batch, hidden, output.n_emitted, run
             )

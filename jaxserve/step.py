@@ -37,6 +37,7 @@ class Parts:
     proposer: Proposer | None = None  # of drafts, where they are made on the device
     grammar_marker: tuple[int, ...] | None = None  # after which grammars begin, where they leave thinking alone
     skips_empty_drafts: bool = False  # a step in which nobody has a draft takes one row of each
+    always_masks: bool = False  # also where no request has a grammar, in an engine whose requests may
 
 
 @struct.dataclass

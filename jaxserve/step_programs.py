@@ -51,7 +51,7 @@ class StepPrograms:
         yield from (("prefill", n, p) for n in b.prefill_tiles for p in b.prefill_pages)
         yield from (("score", n, p) for n in b.score_tiles for p in b.prefill_pages)
         yield from (("forward", s, p, k) for s in b.slots for p in b.pages for k in counts)
-        kinds = [(shaped, structured) for structured in self._structured for shaped in (False, True)]
+        kinds = [(shaped, s) for s in sorted({self.structured(h) for h in self._held}) for shaped in (False, True)]
         yield from (("sample", s, *kind, k) for s in b.slots for kind in kinds for k in counts)
         if self.grammars is not None:
             yield ("upload",)
@@ -59,7 +59,7 @@ class StepPrograms:
             yield from (("masks", n) for n in b.mask_rows)
         if self.parts.proposer is not None:
             pages = b.pages if self.cache.draft_kv is not None else b.pages[-1:]
-            verified = sorted({self.verified(k, structured) for k in counts for structured in self._structured})
+            verified = sorted({self.verified(k, held) for k in counts for held in self._held})
             proposed = self.proposed_counts
             yield from (("propose", s, p, j, k) for s in b.slots for p in pages for j in verified for k in proposed)
         if self.host_drafts:
@@ -142,14 +142,18 @@ class StepPrograms:
             return ()
         return tuple(k for k in self.draft_counts if k or self.cache.draft_kv is not None)
 
-    def verified(self, drafts: int, structured: bool) -> int:
+    def structured(self, held: bool) -> bool:
+        """Whether a step is held to grammars; `held`: some request of it has one."""
+        return held or (self.parts.always_masks and self.grammars is not None)
+
+    def verified(self, drafts: int, held: bool) -> int:
         """What a proposer is told of the K before it: that where it reads hidden states, and where it has KV and some
         request has a grammar, whose drafts are none of its own; else 0."""
-        may_be_foreign = structured and self.cache.draft_kv is not None
+        may_be_foreign = held and self.cache.draft_kv is not None
         return drafts if self.cache.boundary is not None or may_be_foreign else 0
 
     @property
-    def _structured(self) -> tuple[bool, ...]:
+    def _held(self) -> tuple[bool, ...]:
         return (False,) if self.grammars is None else (False, True)
 
     def _program(
