@@ -15,6 +15,7 @@ from models.base import ForwardInputs, Params
 
 _LIMIT_CPU = 8 << 30  # of a host's memory, what the fraction for the page pool is taken of at most
 _CGROUP = Path("/sys/fs/cgroup")
+_PROC = Path("/proc")
 
 
 def load_weights(parts: Parts, params: Params | None = None) -> Weights:
@@ -73,6 +74,16 @@ def free_host_memory(cgroup: Path = _CGROUP) -> int:
     except (OSError, ValueError):  # no limit, or another system
         return free
     return free if limit == "max" else min(free, max(int(limit) - used + int(kept.get("inactive_file", 0)), 0))
+
+
+def free_memory_areas(proc: Path = _PROC) -> int | None:
+    """Memory areas that this process may still map; None where the system does not say."""
+    try:
+        limit = int((proc / "sys/vm/max_map_count").read_text())
+        with (proc / "self/maps").open("rb") as maps:
+            return limit - sum(1 for _ in maps)
+    except (OSError, ValueError):
+        return None
 
 
 def num_blocks(config: EngineConfig, max_model_len: int, page: Cache) -> int:

@@ -12,6 +12,11 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
+from jaxserve.memory import free_memory_areas
+
+_AT_ONCE = 8  # compilations of a warm-up
+_AREAS = 1024  # that an executable of XLA:CPU maps, with room to spare: three for each of its kernels
+
 
 @dataclass(frozen=True)
 class Program:
@@ -40,17 +45,31 @@ class Programs:
         compiled = self._compiled.get(key)
         if compiled is None:
             self.compilations += 1
-            compiled = self._compiled[key] = self._make(key).compile()
+            compiled = self._compiled[key] = self._compile(key, 1)
         return compiled
 
     def warmup(self, keys: Iterable[Hashable], progress: bool) -> None:
-        """Compile all of `keys`, several at a time (XLA releases the interpreter lock)."""
+        """Compile all of `keys`, several at a time (XLA releases the interpreter lock).
+
+        Raises RuntimeError where a CPU's executables would need more memory areas than the system allows.
+        """
         missing = [k for k in keys if k not in self._compiled]
-        with ThreadPoolExecutor(max_workers=min(16, os.cpu_count() or 1)) as pool:
-            results = pool.map(lambda k: self._make(k).compile(), missing)
+        at_once = min(_AT_ONCE, os.cpu_count() or 1)
+        with ThreadPoolExecutor(at_once) as pool:
+            results = pool.map(lambda k: self._compile(k, at_once), missing)
             shown = tqdm(results, "Compiling", len(missing), disable=not progress)
             for key, compiled in zip(missing, shown, strict=True):
                 self._compiled[key] = compiled
+
+    def _compile(self, key: Hashable, at_once: int) -> Callable[..., Any]:
+        free = free_memory_areas() if jax.default_backend() == "cpu" else None
+        if free is not None and free < at_once * _AREAS:  # beyond them LLVM ends the process
+            raise RuntimeError(
+                f"compiling {key} may take more than the {free} memory areas that are left to this process: raise "
+                "vm.max_map_count (sysctl -w vm.max_map_count=262144), or lower max_num_seqs or the number of draft "
+                "counts, or shut down other engines"
+            )
+        return self._make(key).compile()
 
     def clear(self) -> None:
         """Let go of the executables."""
