@@ -119,11 +119,13 @@ class AsyncEngine:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs of one request as they come, by sampling_params.output_kind; the last one has `finished` set.
 
-        A consumer slower than the engine loses nothing: under CUMULATIVE it sees only the newest state, under DELTA
-        every piece. Closing the generator or cancelling its consumer aborts the request.
+        sampling_params: None takes what the model recommends (SamplingParams.from_generation_config). A consumer slower
+        than the engine loses nothing: under CUMULATIVE it sees only the newest state, under DELTA every piece. Closing
+        the generator or cancelling its consumer aborts the request.
         Raises ValueError when the request cannot be served, EngineDeadError when the engine ends.
         """
-        arrival, params = time.time(), SamplingParams() if sampling_params is None else sampling_params
+        arrival = time.time()
+        params = self._core.default_sampling_params if sampling_params is None else sampling_params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params is a {type(params).__name__}; it must be a SamplingParams")
         # In a thread of its own: neither the loop nor the engine waits for a long prompt.

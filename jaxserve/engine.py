@@ -129,7 +129,7 @@ class EngineCore:
             tokenizer = tokenizer if tokenizer is not None else model
             model = models.load_model(model, config.dtype)
         elif not isinstance(model, Model):
-            missing = [n for n in _protocol_members() if not hasattr(model, n)]
+            missing = [n for n in dir(Model) if not n.startswith("_") and not hasattr(model, n)]
             raise ValueError(
                 f"model is a {type(model).__name__}; it must be a directory, a .gguf file or an object with the model "
                 f"protocol (models.base.Model), and this one lacks {', '.join(missing)}"
@@ -145,6 +145,11 @@ class EngineCore:
         return cls(model, tokenizer, config)
 
     # ---- requests ----
+
+    @property
+    def default_sampling_params(self) -> SamplingParams:
+        """What the model recommends. Raises ValueError where no request can ask for it."""
+        return SamplingParams.from_generation_config(getattr(self.model, "generation_config", {}))
 
     def prepare(self, prompt: Prompt, params: SamplingParams) -> PreparedRequest:
         """Encode and check what a request asks, which takes time: other threads than the engine's may do it.
@@ -390,7 +395,3 @@ class EngineCore:
     def _check_alive(self) -> None:
         if self._is_shut_down:
             raise RuntimeError("the engine has been shut down")
-
-
-def _protocol_members() -> list[str]:
-    return sorted(n for n in dir(Model) if not n.startswith("_"))

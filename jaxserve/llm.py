@@ -113,13 +113,14 @@ class LLM:
         """Outputs in the order of the prompts.
 
         prompts: a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}, the two latter with an
-        optional "cache_salt"; or a list of these. sampling_params, priority: one for all or one for each prompt.
+        optional "cache_salt"; or a list of these. sampling_params, priority: one for all or one for each prompt;
+        sampling_params None: get_default_sampling_params().
         Raises ValueError before anything runs when a prompt or its parameters cannot be served. An interrupt aborts
         what is outstanding.
         """
         wanted = _as_list(prompts)
-        default = SamplingParams() if sampling_params is None else sampling_params
-        params = _one_each("sampling_params", default, SamplingParams, len(wanted))
+        given = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        params = _one_each("sampling_params", given, SamplingParams, len(wanted))
         priorities = _one_each("priority", 0 if priority is None else priority, int, len(wanted))
         params = [dataclasses.replace(p, output_kind=RequestOutputKind.FINAL_ONLY) for p in params]
         prepared = [self.engine.prepare(prompt, p) for prompt, p in zip(wanted, params, strict=True)]
@@ -168,6 +169,10 @@ class LLM:
         for output, text in zip(outputs, texts, strict=True):
             output.prompt = text
         return outputs
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's generation_config.json recommends (SamplingParams.from_generation_config)."""
+        return self.engine.default_sampling_params
 
     def get_tokenizer(self) -> Any:
         """The tokenizer; None for a model without one."""

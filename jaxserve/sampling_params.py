@@ -18,6 +18,10 @@ MAX_TEMPERATURE = 3.4e38  # the device holds it as float32
 _INT32_MAX = 2**31 - 1
 _REPETITION = (0.01, 100.0)  # both a factor and a divisor of logits: float32 has room for neither 0 nor infinity
 _INT64 = (-(2**63), 2**63 - 1)
+_RECOMMENDED = {  # fields of generation_config.json, and what they are called here
+    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
+    "max_new_tokens": "max_tokens",
+}
 
 
 class RequestOutputKind(enum.Enum):
@@ -177,6 +181,16 @@ class SamplingParams:
             raise _error("structured_outputs", self.structured_outputs, "a StructuredOutputsParams, a dict or None")
         if not isinstance(self.output_kind, RequestOutputKind):
             raise _error("output_kind", self.output_kind, "a RequestOutputKind")
+
+    @classmethod
+    def from_generation_config(cls, config: Mapping[str, Any]) -> SamplingParams:
+        """What a model's generation_config.json recommends: temperature, top_p, top_k, min_p, repetition_penalty and
+        max_new_tokens, as vLLM reads it. The rest is as it is in SamplingParams().
+
+        Raises ValueError naming the field, the value and the range.
+        """
+        found = {ours: config[theirs] for theirs, ours in _RECOMMENDED.items() if config.get(theirs) is not None}
+        return cls(**found)
 
     def verify(self, vocab_size: int, max_model_len: int, prompt_len: int, eos_token_ids: Sequence[int] = ()) -> None:
         """Checks what depends on the model and the prompt. Raises ValueError."""

@@ -7,7 +7,7 @@ a KV head, E head width, V vocabulary, L layers.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -82,6 +82,11 @@ class Llama:
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         return self.config.eos_token_ids
+
+    @property
+    def generation_config(self) -> Mapping[str, Any]:
+        """The content of the checkpoint's generation_config.json; nothing where it has none."""
+        return (None if self.source is None else self.source.generation_config) or {}
 
     @property
     def stream_dtype(self) -> str:

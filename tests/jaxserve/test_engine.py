@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jaxserve import EngineCore, RequestOutput, RequestOutputKind, SamplingParams
+from jaxserve import LLM, EngineCore, RequestOutput, RequestOutputKind, SamplingParams
 from models.base import ForwardInputs
 from tests.jaxserve.test_detokenizer import byte_tokenizer
 
@@ -554,3 +554,16 @@ def test_a_model_object_has_its_dtype_already(make_engine: MakeEngine, make_llam
         with pytest.raises(ValueError, match="dtype is 'bfloat16'; the model object given has 'float32'"):
             make_engine(model, dtype="bfloat16")
         make_engine(model, dtype="auto")
+
+
+def test_what_the_model_recommends_is_the_default(alphabet: Any) -> None:
+    """Of generation_config.json, for requests without parameters; a model may have none."""
+
+    class Recommending(type(alphabet)):  # type: ignore[misc]
+        generation_config: ClassVar = {"temperature": 0.0, "max_new_tokens": 3, "bos_token_id": 1}
+
+    sizes = {"max_model_len": 64, "max_num_seqs": 2}
+    llm = LLM(Recommending(alphabet.table), **sizes)
+    assert llm.get_default_sampling_params() == SamplingParams(temperature=0.0, max_tokens=3)
+    assert llm.generate([[4]], use_tqdm=False)[0].outputs[0].token_ids == [5, 6, 7]
+    assert LLM(alphabet, **sizes).get_default_sampling_params() == SamplingParams()

@@ -118,6 +118,16 @@ def test_top_p_zero_only_when_greedy() -> None:
         SamplingParams(temperature=0, top_p=-0.5)
 
 
+def test_from_a_generation_config() -> None:
+    recommended = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.05}
+    others = {"do_sample": True, "eos_token_id": [1, 2], "transformers_version": "4.51.0"}
+    params = SamplingParams.from_generation_config(recommended | others | {"max_new_tokens": 2048})
+    assert params == SamplingParams(**recommended, max_tokens=2048)
+    assert SamplingParams.from_generation_config(others | {"temperature": None}) == SamplingParams()
+    with pytest.raises(ValueError, match=r"top_p.*1\.5"):
+        SamplingParams.from_generation_config({"top_p": 1.5})
+
+
 def test_unknown_field() -> None:
     with pytest.raises(TypeError, match="best_of"):
         SamplingParams(best_of=2)  # type: ignore[call-arg]
