@@ -25,4 +25,4 @@ EOF
 "$folder/vllm-env/bin/pip" install --quiet -r "$folder/vllm-requirements.txt"
 
 "$python" -m venv "$folder/transformers-env"
-"$folder/transformers-env/bin/pip" install --quiet torch==2.13.0 transformers==5.19.0
+"$folder/transformers-env/bin/pip" install --quiet torch==2.13.0 transformers==5.24.0
