@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -196,6 +197,7 @@ def forward(
         [c.sliding_window if on and c.sliding_window else EVERYTHING for on in c.window_layers], np.int32
     )
 
+    @partial(jax.jit, static_argnames="window")  # so that it is traced once, not for every layer
     def block(x, kv, w, window):
         with jax.named_scope("attention"):
             x, kv = _attention(model, w, x, kv, window, rope, inputs, mesh)
@@ -212,7 +214,7 @@ def _run_layers(model, block, layers, x, kv, windows):
     copy those of each layer before it multiplies by them, on CPUs and on GPUs: three times the bytes of a decode."""
     streams, stored = [x], []
     for w, pool, window in zip(layers, kv, windows.tolist(), strict=True):
-        x, pool = block(x, pool, w, window)
+        x, pool = block(x, pool, w, window=window)
         streams.append(x)
         stored.append(pool)
     return x, tuple(stored), [streams[i] for i in model.feature_layers]
