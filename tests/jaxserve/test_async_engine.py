@@ -45,6 +45,8 @@ def chat_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
 class FakeCore:
     """EngineCore without a model: every request is answered with its own prompt, over and over, a token a step."""
 
+    default_sampling_params = SamplingParams()
+
     def __init__(self, step_seconds: float = 0.0, crash_at: int | None = None) -> None:
         self.tokenizer = chat_tokenizer()
         self.outputs = OutputProcessor(self.tokenizer)

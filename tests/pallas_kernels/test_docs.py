@@ -34,10 +34,10 @@ def test_the_example_of_sampling(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_example_of_attention() -> None:
     n, queries, heads, group, width, blocks, size = 2, 1, 2, 3, 16, 8, 4
-    pool = jnp.ones((1, blocks, size, heads, width))
+    pool = jnp.ones((blocks, size, heads, width))
     names = run(
         "from pallas_kernels import paged_attention\n" + example("docs/kernels.md", "paged_attention"),
-        q=jnp.ones((n, queries, heads, group, width)), k_pool=pool, v_pool=pool, layer=0,
+        q=jnp.ones((n, queries, heads, group, width)), k_pool=pool, v_pool=pool,
         block_tables=jnp.arange(6).reshape(n, 3), positions=jnp.full((n, queries), 5),
     )  # fmt: skip
     assert names["out"].shape == (n, queries, heads, group, width)
