@@ -338,6 +338,18 @@ def test_many_callers_in_several_loops_use_one_engine_thread() -> None:
     assert core.is_shut_down
 
 
+def test_without_parameters_those_of_the_model_are_taken() -> None:
+    core = FakeCore()
+    core.default_sampling_params = SamplingParams(max_tokens=5, output_kind=FINAL_ONLY)
+
+    async def run() -> None:
+        async with serve(core) as engine:
+            (final,) = [output async for output in engine.generate("abc")]
+            assert final.outputs[0].text == "abcab"
+
+    asyncio.run(run())
+
+
 def test_bad_input_is_raised_in_the_caller() -> None:
     async def run() -> None:
         async with serve(FakeCore(0.001)) as engine:
