@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.structured.config import StructuredOutputsConfig
+from pallas_kernels.paged_attention import context_buckets
 
 if TYPE_CHECKING:
     from jaxserve.speculative.config import SpeculativeConfig
@@ -256,10 +257,9 @@ def make_buckets(
     is given all of a request's pages, and finds out itself how many there are to read.
     """
     pages = -(-max_model_len // block_size)
-    context = max(1, 64 // block_size)
     return Buckets(
         slots=_ladder(devices, -(-max_num_seqs // devices) * devices, 2, skip=(2,)),
-        pages=(pages,) if whole_context else _ladder(context, pages, 2),
+        pages=(pages,) if whole_context else context_buckets(pages, block_size),
         prefill_tiles=_halfway(_ladder(max(1, 16 // tile), max(1, max_num_batched_tokens // tile), 2)),
         score_tiles=_ladder(4, max(1, max_num_batched_tokens // tile), 4),
         prefill_pages=(pages,) if whole_context else _ladder(max(1, 128 // block_size), pages, 4),

@@ -1,4 +1,6 @@
-"""What is put on the devices for good, weights and page pools, and how many pages there is memory for."""
+"""What is put on the devices for good, weights and page pools, and how many pages there is memory for.
+
+And what a host leaves to this process, of memory and of areas to map."""
 
 from __future__ import annotations
 

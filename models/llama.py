@@ -193,9 +193,7 @@ def forward(
     rope = rope_tables(model, inputs.positions)
     if model.platform == "cpu":
         rope = jax.tree.map(_computed_once, rope)
-    windows = np.array(
-        [c.sliding_window if on and c.sliding_window else EVERYTHING for on in c.window_layers], np.int32
-    )
+    windows = [c.sliding_window if on and c.sliding_window else EVERYTHING for on in c.window_layers]
 
     @partial(jax.jit, static_argnames="window")  # so that it is traced once, not for every layer
     def block(x, kv, w, window):
@@ -213,7 +211,7 @@ def _run_layers(model, block, layers, x, kv, windows):
     """x through all layers; and the streams that model.feature_layers read. Unrolled: a scan over stacked weights would
     copy those of each layer before it multiplies by them, on CPUs and on GPUs: three times the bytes of a decode."""
     streams, stored = [x], []
-    for w, pool, window in zip(layers, kv, windows.tolist(), strict=True):
+    for w, pool, window in zip(layers, kv, windows, strict=True):
         x, pool = block(x, pool, w, window=window)
         streams.append(x)
         stored.append(pool)

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-# Only these axes are ever split; every other name ("layers", "embed", "pages", ...) stays whole on each device.
+# Only these axes are ever split; every other name ("embed", "pages", ...) stays whole on each device.
 RULES: dict[str, str] = {"vocab": "tp", "kv_heads": "tp", "mlp": "tp", "rows": "tp"}
 
 Axes = tuple[str | None, ...]
